@@ -345,7 +345,7 @@ def test_a_job_may_say_the_layers_of_each_stage() -> None:
     assert [stage.layers for stage in chunks.strategy.stages] == [((0, 5), (12, 19)), ((5, 12), (19, 24))]
     with pytest.raises(PlanError, match="expected: 24"):
         on(Degrees(stages=2, batch=8, stage_layers=(5, 5)))
-    with pytest.raises(PlanError, match="given for other stages"):
+    with pytest.raises(PlanError, match="stage_layers does not fit"):
         Degrees(stages=2, batch=8, stage_layers=(24,))
 
 

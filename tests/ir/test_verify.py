@@ -136,7 +136,7 @@ BROKEN: dict[str, tuple[Callable[[Program], Program], str, str]] = {
     "an update that nothing keeps": (
         lambda p: replace(p, effects=()),
         "sum (WhaleAllReduce)",
-        "it runs for what it does, and no output or effect waits for it",
+        "it has side effects, and no output or effect of the program waits for it",
     ),
     "an effect that is gone": (lambda p: replace(p, effects=("update", "print")), "step", "the effect print"),
     "an input twice": (lambda p: replace(p, inputs=("x", "x")), "step", "the input x twice"),

@@ -1,14 +1,17 @@
-"""Computes how a tensor is sent from one stage group to another, between meshes of any axes.
+"""Computes which parts of a tensor each rank sends when a tensor goes from one pipeline stage group to another.
 
-If both have the same mesh, a rank receives the tensor from the rank of its coordinates. Else every rank has a block of
-the tensor, given by spans of its dimensions, and receives the intersections of other blocks with its own. A partial sum
-is reduce-scattered before it is sent. A tensor that the receiving ranks want whole, or as a partial sum, is sent to
-each in parts and gathered there, so that each byte crosses once; a small one is sent to each of them whole.
+The two groups may have meshes of different axes and sizes. If both use the same mesh, each rank receives the tensor
+from the rank with the same coordinates. Otherwise each rank holds a block of the tensor, described by one ``Span`` per
+dimension, and a receiver gets the intersections of its block with the senders' blocks.
 
-  find_sent_placement      a tensor's placement when it is sent
-  find_received_placement  its placement when it has arrived
-  find_block               the block of one rank
-  list_parts               the parts that each receiving rank gets, with their senders
+A partial sum is reduce-scattered before it is sent. A tensor that the receivers need replicated or as a partial sum is
+sent to each of them in shards and all-gathered there, so that each byte crosses between the groups only once. A tensor
+below 4 KiB is sent whole to every receiver instead.
+
+  find_sent_placement      the placement over one mesh axis in which the senders send a tensor
+  find_received_placement  the placement over one mesh axis in which the receivers first hold it
+  find_block               the block of the tensor that one rank holds
+  list_parts               the parts that one receiving rank gets, with their senders
 """
 
 from __future__ import annotations
@@ -20,13 +23,15 @@ from itertools import product
 from whale.ir.layout import FIRST, B, PerRank, Placement, Replicate, Shard, divide_evenly, local_shape, shard
 from whale.ir.values import Dims, TensorType, require_static_shape
 
-_LEAST_BYTES = 1 << 12  # below, another message costs more than the bytes that it saves
+_LEAST_BYTES = 1 << 12  # smaller tensors are sent whole: one more message costs more than the bytes that it saves
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """The indices of one dimension that a rank holds: ``count`` from ``first`` on, in each of ``blocks`` runs of
-    ``run``.
+    """Describes which indices of one dimension a rank holds.
+
+    The dimension consists of ``blocks`` runs of ``run`` indices each; of every run the rank holds ``count`` indices
+    from ``first`` on. With ``blocks`` = 1 this is one contiguous slice.
     """
 
     blocks: int
@@ -36,23 +41,26 @@ class Span:
 
     @property
     def is_whole(self) -> bool:
-        """Tells whether the span covers all of the dimension."""
+        """Returns True if the span covers the whole dimension."""
         return self.count == self.run
 
     @property
     def size(self) -> int:
-        """Returns the number of indices in the span."""
+        """Returns the number of indices in the span, over all runs."""
         return self.blocks * self.count
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """The part of a tensor that the rank at position ``sender`` of its mesh sends to the one at ``receiver`` of another
+    """Describes one message: the part of a tensor that one rank of the sending mesh sends to one rank of the receiving
     mesh.
 
     Attributes:
-      spans: of the whole tensor, by dimension; None: all that the sender holds.
-      cut: dimension -> (runs, position in each of the sender's runs, how many), where it does not send all it holds.
+      sender: position of the sending rank in its mesh.
+      receiver: position of the receiving rank in its own mesh.
+      spans: the part as one span of the global tensor per dimension; None: everything that the sender holds.
+      cut: how the sender slices its local tensor: (dimension, number of runs, first index in each local run, indices
+        per run) for each dimension of which it sends less than it holds.
     """
 
     sender: int
@@ -61,17 +69,22 @@ class Part:
     cut: tuple[tuple[int, int, int, int], ...] = ()
 
     def shape(self, shape: Dims | None) -> Dims | None:
-        """Returns the part's shape, given the sender's own."""
+        """Returns the shape of the message, given the shape of the sender's local tensor."""
         return shape if self.spans is None else tuple(s.size for s in self.spans)
 
 
 def find_sent_placement(t: TensorType, made: Placement, size: int, rows: int | None) -> Placement:
-    """Returns a tensor's placement over one axis of the senders' mesh when it is sent to another mesh.
+    """Returns the placement over one axis of the senders' mesh in which a tensor is sent to another mesh.
+
+    Shards and replicated tensors are sent as they were produced. A partial sum becomes a shard of the largest dimension
+    (one reduce-scatter), or replicated if the tensor is small; a per-rank value becomes replicated.
 
     Args:
-      t: its type on the ranks of one coordinate of the axes before.
-      made: its placement when produced; size: of the axis.
-      rows: the dimension that micro-batches cut; None: it is sent once.
+      t: the tensor's type as left by the outer mesh axes, which are handled first.
+      made: the placement in which the producer leaves the tensor.
+      size: number of ranks along the axis.
+      rows: the dimension that micro-batches slice, which is never sharded here; None if the tensor is sent once per
+        step.
     """
     if not t.is_static:
         return FIRST if made == FIRST else B
@@ -81,8 +94,11 @@ def find_sent_placement(t: TensorType, made: Placement, size: int, rows: int | N
 
 
 def find_received_placement(t: TensorType, wanted: Placement, size: int, rows: int | None) -> Placement:
-    """Returns a tensor's placement over one axis of the receivers' mesh when it has arrived (see
-    ``find_sent_placement``).
+    """Returns the placement over one axis of the receivers' mesh in which a tensor arrives from another mesh.
+
+    A shard arrives as that shard. A tensor that the readers want replicated or partial arrives as a shard of its
+    largest dimension, to be gathered there. Arguments as in ``find_sent_placement``; ``wanted`` is the placement that
+    readers need.
     """
     if not t.is_static:
         return FIRST if wanted == FIRST else B
@@ -90,7 +106,9 @@ def find_received_placement(t: TensorType, wanted: Placement, size: int, rows: i
 
 
 def _split_largest_dim(t: TensorType, size: int, rows: int | None) -> Placement:
-    """Splits a tensor along its largest dimension if it is large enough; replicates it otherwise."""
+    """Returns a shard of the largest dimension other than ``rows``, or replicated if the tensor is below 4 KiB or too
+    short.
+    """
     shape = require_static_shape(t)
     dims = [d for d, n in enumerate(shape) if d != rows and n >= size]
     if size == 1 or t.bytes < _LEAST_BYTES or not dims:
@@ -100,7 +118,9 @@ def _split_largest_dim(t: TensorType, size: int, rows: int | None) -> Placement:
 
 
 def find_local_type(t: TensorType, placements: Sequence[Placement], at: Sequence[int]) -> TensorType:
-    """Returns a tensor's type on the ranks with these first coordinates."""
+    """Returns the local type of a tensor on the rank at coordinates ``at``, after each axis's placement has cut it in
+    turn.
+    """
     shape = t.shape
     for placement, coordinate in zip(placements, at):
         shape = local_shape(shape, placement, coordinate)
@@ -108,13 +128,17 @@ def find_local_type(t: TensorType, placements: Sequence[Placement], at: Sequence
 
 
 def find_block(shape: Sequence[int], placements: Sequence[Placement], at: Sequence[int]) -> tuple[Span, ...] | None:
-    """Returns the block of a tensor that the rank at these coordinates holds; None where it holds nothing.
+    """Returns the block of a tensor that the rank at coordinates ``at`` holds, as one span per dimension.
+
+    The result is None if the rank holds nothing: its shard is empty, or only the first coordinate has the tensor.
 
     Args:
-      placements: over each axis of its mesh, of what the axes before have left.
+      shape: the tensor's global shape.
+      placements: one per mesh axis, outermost first; each applies to what the axes before it have left.
+      at: the rank's coordinate on each of these axes.
 
     Raises:
-      ValueError: axes cut one dimension into unlike runs.
+      ValueError: two axes cut one dimension into runs of different lengths, so that no span describes the block.
     """
     found = [Span(1, n, 0, n) for n in shape]
     for p, coordinate in zip(placements, at):
@@ -135,7 +159,10 @@ def _restrict_span(held: Span, p: Shard, coordinate: int) -> Span:
 
 
 def can_cross(have: Sequence[Span], want: Sequence[Span]) -> bool:
-    """Tells whether the intersection of two blocks is a block, because they cut all dimensions into equal runs."""
+    """Returns True if the intersection of the blocks ``have`` and ``want`` is again one block.
+
+    That holds if, in every dimension, both blocks cut the same runs or one of them is not cut.
+    """
     return all(
         (a.blocks, a.run) == (b.blocks, b.run) or (a.blocks == 1 and a.is_whole) or (b.blocks == 1 and b.is_whole)
         for a, b in zip(have, want)
@@ -145,10 +172,13 @@ def can_cross(have: Sequence[Span], want: Sequence[Span]) -> bool:
 def list_parts(
     makers: Sequence[tuple[Span, ...] | None], readers: Sequence[tuple[Span, ...] | None], reader: int
 ) -> list[Part]:
-    """Lists the parts that the rank at position ``reader`` receives, in the order of its blocks.
+    """Lists the parts that the rank at position ``reader`` of the receiving mesh gets, ordered by their first indices.
+
+    If several ranks hold the same block, receivers are spread over these ranks, so that one does not serve all.
 
     Args:
-      makers, readers: the blocks of each position of the two meshes.
+      makers: the block of each position of the sending mesh; None where a rank holds nothing.
+      readers: likewise for the receiving mesh.
     """
     want = readers[reader]
     if want is None:
@@ -167,7 +197,7 @@ def list_parts(
 
 
 def _intersect_spans(a: Span, b: Span) -> Span | None:
-    """Intersects two spans of one dimension; None when they have nothing in common."""
+    """Returns the intersection of two spans of one dimension; None if it is empty."""
     if a.blocks == 1 and a.is_whole:
         return b
     if b.blocks == 1 and b.is_whole:
@@ -186,10 +216,10 @@ def _find_bounds(have: Sequence[Span], common: Sequence[Span | None]) -> tuple[t
 
 
 def list_coordinates(sizes: Sequence[int]) -> list[tuple[int, ...]]:
-    """Lists the coordinates of all positions of a mesh, in order."""
+    """Lists the coordinates of every position of a mesh whose axes have these sizes, the last axis varying fastest."""
     return list(product(*(range(n) for n in sizes)))
 
 
 def split_dim_in_runs(shape: tuple[int, ...], dim: int, blocks: int) -> tuple[int, ...]:
-    """Returns ``shape`` with dimension ``dim`` reshaped to (runs, run)."""
+    """Returns ``shape`` with dimension ``dim`` replaced by two: the number of runs, and the length of a run."""
     return (*shape[:dim], blocks, shape[dim] // blocks, *shape[dim + 1 :])

@@ -1,4 +1,4 @@
-"""Builds the nodes of one rank's program: local cuts, fills and reshapes, and the communication ops of whale_ops."""
+"""Builds the nodes of one rank's program: local slices, fills and reshapes, and the communication ops of whale_ops."""
 
 from __future__ import annotations
 
@@ -21,12 +21,15 @@ _HOROVOD_SUM = 1  # horovod.tensorflow.Sum
 
 @dataclass
 class Emitter:
-    """Collects one rank's nodes of one graph.
+    """Collects the nodes that lowering adds to one graph of one rank's program.
 
     Attributes:
-      rank, size: coordinate on the mesh axis and its extent.
-      comm: name of the communicator that the ops look up.
-      prefix: of the names of added nodes; different for each axis for which the program is lowered.
+      rank: the rank's coordinate on the mesh axis that is being lowered.
+      size: number of coordinates of that axis.
+      comm: name of the communicator that the communication ops look up at run time.
+      prefix: start of the names of added nodes; different for each mesh axis, so that names stay unique.
+      nodes: the nodes of the graph by name, in the order in which they were added.
+      communicates: True once a communication op was added.
     """
 
     rank: int
@@ -46,21 +49,27 @@ class Emitter:
         stateful: bool = False,
         marks: Marks = NO_MARKS,
     ) -> Ref:
-        """Adds a node; returns its first output."""
+        """Adds a node and returns a reference to its first output."""
         self.nodes[name] = Node(name, op, tuple(inputs), (), attrs, tuple(outputs), "", stateful, marks)
         return Ref(name)
 
     def name_part(self, name: str, what: str) -> str:
-        """Names a part of what is added as ``name``; never NAME/shape, as a node's own operands are called."""
+        """Returns a name for a helper node of the node ``name``: ``NAME/PREFIX_what``.
+
+        The prefix keeps the helper apart from nodes of the user's program, which may themselves be called
+        ``NAME/shape``.
+        """
         return f"{name}/{self.prefix}_{what}"
 
     def const(self, name: str, value: np.ndarray) -> Ref:
-        """Adds a constant of the array's own type and shape."""
+        """Adds a Const node with the dtype and shape of ``value`` and returns a reference to it."""
         self.nodes[name] = make_const(name, value)
         return Ref(name)
 
     def communicator(self) -> Ref:
-        """Returns the communicator handle, the first operand of every communication op of this graph."""
+        """Returns the handle of the communicator, which every communication op takes first; adds its node at the first
+        call.
+        """
         self.communicates = True
         if COMMUNICATOR not in self.nodes:
             attrs = {"communicator": self.comm, "rank": self.rank}
@@ -77,14 +86,27 @@ class Emitter:
         outputs: Sequence[TensorType],
         marks: Marks = NO_MARKS,
     ) -> Ref:
-        """Adds an op of ``whale_ops`` between all ranks, or those that ``attrs`` names; returns its first output."""
+        """Adds a communication op of whale_ops, and returns a reference to its first output.
+
+        Args:
+          inputs: the operands, without the communicator handle.
+          t: type of the tensor that is sent, for the attribute ``T``.
+          attrs: further attributes; all ranks of the communicator take part unless ``attrs["ranks"]`` names some.
+        """
         attrs = {"T": DType(t.dtype), "ranks": (), **attrs}
         return self.add(name, op, (self.communicator(), *inputs), attrs, outputs, True, marks)
 
     # -- local forms
 
     def fill(self, name: str, like: Ref, t: TensorType, op: str) -> Ref:
-        """Adds a tensor of the type of ``like`` that holds the identity of reduction ``op``."""
+        """Adds a Fill of the shape and dtype of ``like``, with the identity element of the reduction ``op`` (0 for
+        "sum").
+
+        A rank that contributes nothing to a partial result holds such a tensor.
+
+        Args:
+          t: the type of ``like``; if sizes are unknown, the shape is read from ``like`` at run time.
+        """
         scalar = self.const(
             self.name_part(name, "value"), np.array(find_identity(op, t.dtype), find_numpy_dtype(t.dtype))
         )
@@ -101,14 +123,19 @@ class Emitter:
         return self.add(name, "Fill", (dims, scalar), {"T": DType(t.dtype), "index_type": DType("int32")}, (t,))
 
     def multiply_by_weight(self, name: str, source: Ref, t: TensorType, weight: float) -> Ref:
-        """Multiplies ``source`` by ``weight``; yields zeros where that is 0, whatever ``source`` holds."""
+        """Adds a product of ``source`` and the constant ``weight``.
+
+        For a weight of 0 it adds zeros instead, since 0 times an infinite or NaN ``source`` would be NaN.
+        """
         if weight == 0:
             return self.fill(name, source, t, "sum")
         factor = self.const(self.name_part(name, "weight"), np.array(weight, find_numpy_dtype(t.dtype)))
         return self.add(name, "Mul", (source, factor), {"T": DType(t.dtype)}, (t,))
 
     def cut(self, name: str, source: Ref, t: TensorType, target: Shard) -> Ref:
-        """Slices this rank's part out of a replicated tensor."""
+        """Slices this rank's shard out of a replicated tensor; returns ``source`` itself if the shard is the whole
+        tensor.
+        """
         if target.sizes[self.rank] == target.run:
             return source
         rank_of_tensor = len(t.shape or ())
@@ -124,7 +151,11 @@ class Emitter:
         return self.add(name, "Slice", operands, {"T": DType(t.dtype), "Index": DType("int32")}, (out,))
 
     def pad(self, name: str, source: Ref, t: TensorType, layout: Shard, op: str) -> Ref:
-        """Pads this rank's slice to a tensor of the whole shape, filled with the identity of ``op`` elsewhere."""
+        """Pads this rank's shard to the global shape, with the identity element of the reduction ``op`` outside of the
+        shard.
+
+        The result is the rank's contribution to a partial tensor (``S -> P``), which needs no communication.
+        """
         paddings = np.zeros((len(t.shape or ()), 2), np.int32)
         before = layout.offset(self.rank)
         paddings[layout.dim] = before, layout.run - before - layout.sizes[self.rank]
@@ -135,14 +166,16 @@ class Emitter:
         return self.add(name, "PadV2", operands, {"T": DType(t.dtype), "Tpaddings": DType("int32")}, (t,))
 
     def reshape(self, name: str, source: Ref, dtype: str, shape: tuple[int, ...]) -> Ref:
-        """Adds a Reshape to a fully known shape."""
+        """Adds a Reshape to a shape whose sizes are all known."""
         operands = (source, self.const(self.name_part(name, "shape"), np.array(shape, np.int32)))
         return self.add(
             name, "Reshape", operands, {"T": DType(dtype), "Tshape": DType("int32")}, (TensorType(dtype, shape),)
         )
 
     def reshape_to(self, name: str, source: Ref, dtype: str, shape: tuple[int | None, ...], size: Ref | None) -> Ref:
-        """Adds a Reshape to a shape of which one size may be None; it is the int32 ``size``."""
+        """Adds a Reshape to a shape with at most one unknown size, given by None and computed at run time by ``size``
+        (int32).
+        """
         if None not in shape or size is None:
             return self.reshape(name, source, dtype, require_static_shape(TensorType(dtype, shape)))
         sizes = [
@@ -155,14 +188,25 @@ class Emitter:
         return self.add(name, "Reshape", (source, dims), attrs, (TensorType(dtype, shape),))
 
     def apply_after(self, node: Node, first: str, op: str, word: str, value: np.ndarray) -> None:
-        """Adds ``node`` under the name ``first``, and in its place ``op`` applied to its result and a constant."""
+        """Renames ``node`` to ``NAME/first`` and puts the binary op ``op``, of its result and a constant, under its old
+        name.
+
+        Readers of ``node`` thus read the changed result. A mean over a sharded dimension uses this: a sum, then a
+        division.
+
+        Args:
+          first: suffix of the name that ``node`` gets.
+          op: the op type applied afterwards, such as ``RealDiv``.
+          word: suffix of the constant's name.
+          value: the constant, cast to the dtype of the result.
+        """
         name, t = node.name, node.outputs[0]
         self.nodes[f"{name}/{first}"] = replace(node, name=f"{name}/{first}")
         both = (Ref(f"{name}/{first}"), self.const(f"{name}/{word}", value.astype(find_numpy_dtype(t.dtype))))
         self.nodes[name] = Node(name, op, both, (), {"T": DType(t.dtype)}, (t,), node.scope)
 
     def pick(self, name: str, source: Ref, dtype: str, at: int) -> Ref:
-        """Adds a node that returns element ``at`` of a vector."""
+        """Adds a StridedSlice that returns element ``at`` of the vector ``source`` as a scalar."""
         bounds = [
             self.const(f"{name}/{n}", np.array([v], np.int32)) for n, v in (("from", at), ("to", at + 1), ("by", 1))
         ]
@@ -175,14 +219,24 @@ class Emitter:
     def all_gather(
         self, name: str, sources: Sequence[Ref], types: Sequence[TensorType], layout: Shard, key: str
     ) -> Ref:
-        """Gathers slices that are split as ``layout`` to whole tensors, of these types, on every rank, in one fused op;
-        returns the first result.
+        """Adds one fused all-gather of several shards with the same split, and returns the first gathered tensor.
+
+        Args:
+          sources: this rank's shards.
+          types: the global types of the gathered tensors.
+          layout: how the tensors are sharded.
+          key: name of the operation, equal on all ranks.
         """
         attrs = {"key": key, "axis": layout.dim, "sizes": layout.sizes, "N": len(sources)}
         return self.comm_op(name, "WhaleAllGather", sources, types[0], attrs, types)
 
     def all_reduce(self, name: str, sources: Sequence[Ref], types: Sequence[TensorType], r: Reshard, key: str) -> Ref:
-        """Reduces tensors in one fused op, as ``r`` (or its group) says, and returns the first result."""
+        """Adds one fused all-reduce of several partial tensors, and returns the first reduced tensor.
+
+        Args:
+          r: the reshard, or the first of a fused group, that says which reduction, backend and wire dtype to use.
+          key: name of the operation, equal on all ranks.
+        """
         assert isinstance(r.source, Partial), r
         op = r.source.op
         if r.backend == "horovod":
@@ -193,7 +247,7 @@ class Emitter:
         return self.comm_op(name, "WhaleAllReduce", sources, types[0], attrs, types)
 
     def _horovod_all_reduce(self, name: str, sources: Sequence[Ref], types: Sequence[TensorType]) -> Ref:
-        """Sums tensors through Horovod, whose ranks meet under the node's name."""
+        """Adds Horovod's grouped all-reduce (sum); Horovod matches the ranks' operations by the name of this node."""
         self.communicates = True
         dtype = DType(types[0].dtype)
         # Horovod's op is no stateful one: where all its operands are constants (a rank without rows), TensorFlow runs
@@ -211,9 +265,13 @@ class Emitter:
         return self.add(name, HOROVOD_ALL_REDUCE, (first, *sources[1:]), attrs, types)
 
     def scatter(self, name: str, source: Ref | None, t: TensorType, target: Shard, key: str) -> Ref:
-        """Splits the first rank's tensor over the ranks, by an all-to-all in which only the first rank sends data.
+        """Scatters a tensor of the first rank over all ranks, with an all-to-all in which only the first rank has data.
 
-        ``source`` is None on the other ranks, which contribute a part of size zero of another dimension.
+        Args:
+          source: the tensor on the first rank; None on other ranks, which contribute an empty tensor.
+          t: the tensor's global type.
+          target: the shards to make.
+          key: name of the operation, equal on all ranks.
         """
         shape = require_static_shape(t)
         work = shape + (1,) if len(shape) == 1 else shape
@@ -236,7 +294,7 @@ class Emitter:
         return self.reshape(self.name_part(name, "as_vector"), got, t.dtype, mine[:1]) if len(shape) == 1 else got
 
     def rows(self, name: str, source: Ref, t: TensorType, dim: int, start: int, count: int) -> Ref:
-        """Slices ``count`` indices of dimension ``dim`` out of a local tensor, from ``start``."""
+        """Slices ``count`` indices of dimension ``dim``, from index ``start`` on, out of a local tensor."""
         begin, size = np.zeros(len(t.shape or ()), np.int32), np.full(len(t.shape or ()), -1, np.int32)
         begin[dim], size[dim] = start, count
         operands = (
@@ -249,5 +307,5 @@ class Emitter:
 
 
 def replace_size(t: TensorType, dim: int, size: int) -> tuple[int | None, ...]:
-    """Returns the shape of ``t`` with another size of one dimension."""
+    """Returns the shape of ``t`` with the size of dimension ``dim`` replaced by ``size``."""
     return tuple(size if d == dim else n for d, n in enumerate(t.shape or ()))

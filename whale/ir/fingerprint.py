@@ -1,4 +1,8 @@
-"""Computes fingerprints of programs: equal on ranks with equal programs, and able to name the first differing node."""
+"""Computes fingerprints of programs, with which ranks check that all of them captured the same program.
+
+Equal programs have equal fingerprints in every process. If fingerprints differ, the per-node digests of
+``list_node_digests`` name the first node that differs.
+"""
 
 from __future__ import annotations
 
@@ -11,15 +15,15 @@ from whale.ir.marks import NO_MARKS
 from whale.ir.program import Node, Program
 from whale.ir.values import DType, Func, Shape, SharedAttrs, Tensor
 
-# Attributes that are a process's own: TensorFlow draws the names of tables, queues, iterators and Python functions anew
-# in each.
+# Op type -> the attribute that digests leave out because it differs between processes; "" leaves out none. For other
+# stateful ops it is `shared_name`: TensorFlow generates the names of tables, queues and iterators anew in each process.
 _OWN = {"VarHandleOp": "", "PyFunc": "token", "PyFuncStateless": "token", "EagerPyFunc": "token"}
 
-_KNOWN = "_fingerprint"  # beside what ``cached_property`` keeps there
+_KNOWN = "_fingerprint"  # key in a program's ``__dict__``, which also holds the values of ``cached_property``
 
 
 def _feed_value(value: Any) -> bytes:
-    """Encodes an attribute value as bytes, different for different values."""
+    """Encodes an attribute value as bytes that differ for values of different type or content."""
     if isinstance(value, Tensor):
         data = value.data if isinstance(value.data, bytes) else repr(value.data).encode()
         return b"T" + value.dtype.encode() + repr(value.shape).encode() + data
@@ -35,10 +39,14 @@ def _feed_value(value: Any) -> bytes:
 
 
 def digest_node(node: Node, known: dict[int, str]) -> bytes:
-    """Digests a node's name, op, operands, control edges, attributes and types to eight bytes.
+    """Returns an 8-byte digest of a node's name, op, operands, control edges, attributes, output types, scope and
+    marks.
+
+    Attributes that differ from process to process, such as the shared name of a variable, are left out.
 
     Args:
-      known: texts of types that were met before, by the number of the object, which has to outlive it.
+      known: cache from ``id`` of a tensor type to its text, filled here; the types must stay alive as long as the
+        cache.
     """
     own = _OWN.get(node.op, "shared_name" if node.stateful else "")
     shared = getattr(node.attrs, "shared", None)
@@ -58,7 +66,7 @@ def _format_tuple(items: list[str]) -> str:
 
 @lru_cache(maxsize=4096)
 def _digest_shared(attrs: SharedAttrs, own: str) -> bytes:
-    """Digests attributes that nodes share, once: a program of thousands of nodes has some dozens of combinations."""
+    """Encodes attributes that several nodes share, cached: thousands of nodes have only dozens of attribute sets."""
     return _digest_attrs(attrs, own)
 
 
@@ -67,9 +75,10 @@ def _digest_attrs(attrs: Mapping[str, Any], own: str = "") -> bytes:
 
 
 def compute_fingerprint(program: Program) -> str:
-    """Returns a hex digest of the whole program: nodes in order, inputs, variables, fetches, effects, functions.
+    """Returns a hex digest of a whole program: its nodes in order, inputs, variables, outputs, effects and functions.
 
-    It is computed once for each program, and asked for by ranks that compare, plans and tables.
+    The digest is computed once and kept on the program. Ranks compare it before a run, and plans and caches use it as
+    key.
     """
     found: str | None = program.__dict__.get(_KNOWN)
     if found is None:
@@ -91,8 +100,9 @@ def _update(h: Any, program: Program) -> None:
 
 
 def list_node_digests(program: Program) -> list[tuple[str, bytes]]:
-    """Returns (what, digest) for each node in canonical order, then for inputs and outputs, then for functions; exactly
-    equal programs have equal lists.
+    """Lists (description, digest) of each node in order, then of the variables, the outputs, and the functions' nodes.
+
+    Two programs are equal exactly if their lists are; the first unequal entry names what differs.
     """
     known: dict[int, str] = {}
     rows = [(f"{n.name} ({n.op})", digest_node(n, known)) for n in program.nodes]
@@ -105,7 +115,11 @@ def list_node_digests(program: Program) -> list[tuple[str, bytes]]:
 
 
 def list_constants(program: Program) -> dict[str, Tensor]:
-    """Returns the constants of a program and its functions, by what ``list_node_digests`` calls their nodes."""
+    """Returns the values of the Const nodes of a program and its functions, keyed as ``list_node_digests`` describes
+    nodes.
+
+    Error messages use these to show which value differs between ranks.
+    """
     found = {f"{n.name} ({n.op})": n.attrs["value"] for n in program.nodes if n.op == "Const"}
     for name, body in program.functions.items():
         found |= {f"{name}/{what}": value for what, value in list_constants(body).items()}

@@ -1,9 +1,15 @@
-"""Placements of a tensor over a mesh: per mesh axis ``S(d)``, ``B``, ``P(op)``, ``O`` (first rank only) or ``own``.
+"""Defines placements: how a tensor lies over one mesh axis.
 
-Rules and passes work on one mesh axis at a time, with a ``Placement``; a ``Layout`` is a tuple of them, one per axis.
+    S(d)[a,b]   sharded along dimension d: coordinate 0 holds a indices, coordinate 1 holds b
+    B           replicated
+    P(op)       partial: the value is the sum, max, min or product of what the coordinates hold
+    O           only the first coordinate holds the tensor
+    own[a,b]    per rank: each coordinate holds its own value, computed from its own a or b rows
 
-Beside them stand the bytes that a change of layout, or a collective, has to move between ranks, however it is carried
-out: the logical bytes of plans, of predictions and of whale_ops' counters (its `logical_bytes`).
+Rules and passes work on one mesh axis at a time, with one ``Placement``; a ``Layout`` has one placement per axis.
+
+The module also counts the logical bytes of reshards and collectives: the bytes that have to move between ranks
+whichever algorithm moves them. Plans, predictions and whale_ops' counters (``logical_bytes``) all use these counts.
 
 Decisions: 0015, 0016.
 """
@@ -31,20 +37,22 @@ _PLACEMENT = re.compile(
     rf"B|O|P\((?P<op>{'|'.join(REDUCTIONS)})\)|own\[(?P<rows>\d+(,\d+)*)\]"
     r"|S\((?P<dim>\d+)\)\[(?P<sizes>(\d+(,\d+)*)?)\](\*(?P<blocks>[1-9]\d*))?(\+(?P<before>\d+)\+(?P<after>\d+))?"
 )
-_MOST_NAMED = 16  # parts whose sizes stand in names and keys
+_MOST_NAMED = 16  # with more parts, names and keys have a digest instead of the sizes
 
 
 @dataclass(frozen=True)
 class Shard:
-    """The tensor is cut along dimension ``dim``; coordinate ``i`` of the axis holds ``sizes[i]`` indices (or 0).
+    """Represents a sharded tensor: coordinate ``i`` of the mesh axis holds ``sizes[i]`` indices of dimension ``dim``.
 
-    With ``blocks`` > 1 the dimension is that many runs of ``sum(sizes)`` indices, and a coordinate holds its part of
-    every run, in order: as the batch is in two concatenated batches, or inside a flattened (time, batch).
+    A size may be 0. With ``blocks`` > 1 the dimension consists of that many runs of ``sum(sizes)`` indices, and each
+    coordinate holds its part of every run: so a batch dimension lies in two concatenated batches, or inside a flattened
+    (time, batch) dimension.
 
-    With ``halo`` a coordinate also holds that many indices before and after its own, as far as there are any: what a
-    window over a divided dimension needs. Only operands have one; a rank without own indices has no others either.
+    With ``halo`` = (before, after) a coordinate also holds that many of its neighbours' indices, as far as they exist:
+    a convolution over a sharded dimension needs them. Only operands have a halo, and a coordinate without own indices
+    has none.
 
-    Properties over all coordinates are computed once for each split: a program has few splits, and asks often.
+    Properties over all coordinates are cached, since a program has few different shards and asks for them often.
     """
 
     dim: int
@@ -61,32 +69,34 @@ class Shard:
 
     @cached_property
     def run(self) -> int:
-        """Returns the number of indices of one run."""
+        """Returns the number of indices of one run: the whole dimension if ``blocks`` is 1."""
         return sum(self.sizes)
 
     @cached_property
     def smallest(self) -> int:
-        """Returns the size of the smallest part."""
+        """Returns the smallest number of indices that a coordinate holds of a run."""
         return min(self.sizes, default=0)
 
     @cached_property
     def starts(self) -> tuple[int, ...]:
-        """Returns where each coordinate's part begins within a run."""
+        """Returns, for each coordinate, the index within a run at which its part begins."""
         return tuple(accumulate(self.sizes, initial=0))[:-1]
 
     @cached_property
     def holders(self) -> frozenset[int]:
-        """Returns the coordinates whose part is not empty."""
+        """Returns the coordinates that hold at least one index."""
         return frozenset(i for i, size in enumerate(self.sizes) if size)
 
     @cached_property
     def largest(self) -> int:
-        """Returns the size of the largest part."""
+        """Returns the largest number of indices that a coordinate holds of a run."""
         return max(self.sizes, default=0)
 
     @cached_property
     def label(self) -> str:
-        """Returns ``str(self)``, with a digest in place of many sizes, for names and keys."""
+        """Returns the text of the shard for node names and keys; above 16 coordinates, with a digest in place of the
+        sizes.
+        """
         if len(self.sizes) <= _MOST_NAMED:
             return str(self)
         sizes = blake2b(repr(self.sizes).encode(), digest_size=8).hexdigest()
@@ -94,32 +104,32 @@ class Shard:
 
     @cached_property
     def without_halo(self) -> Shard:
-        """Returns the same split without halo."""
+        """Returns the same shard without its halo."""
         return self if self.halo == (0, 0) else shard(self.dim, self.sizes, self.blocks)
 
     @property
     def extent(self) -> int:
-        """Returns the size of the whole dimension."""
+        """Returns the global size of the sharded dimension."""
         return self.blocks * self.run
 
     def local_size(self, coordinate: int) -> int:
-        """Returns the size of the dimension on ``coordinate``."""
+        """Returns the size of the sharded dimension on ``coordinate``, its halo included."""
         first, end = self.find_span(coordinate)
         return self.blocks * (end - first)
 
     def offset(self, coordinate: int) -> int:
-        """Returns where the part of ``coordinate`` begins within a run."""
+        """Returns the index within a run at which the part of ``coordinate`` begins, without halo."""
         return self.starts[coordinate]
 
     def find_span(self, coordinate: int) -> tuple[int, int]:
-        """Returns the indices of a run that ``coordinate`` holds: the first, and one past the last."""
+        """Returns the indices of a run that ``coordinate`` holds, with its halo, as (first, one past the last)."""
         first, size = self.starts[coordinate], self.sizes[coordinate]
         if not size:
             return first, first
         return max(0, first - self.halo[0]), min(self.run, first + size + self.halo[1])
 
     def list_indices(self, coordinate: int) -> np.ndarray:
-        """Returns the indices of the dimension that ``coordinate`` holds, in its local order."""
+        """Returns the global indices of the dimension that ``coordinate`` holds, in the order of its local tensor."""
         run = np.arange(*self.find_span(coordinate))
         return (np.arange(self.blocks)[:, None] * self.run + run).reshape(-1)
 
@@ -131,7 +141,7 @@ class Shard:
 
 @dataclass(frozen=True, slots=True)
 class Replicate:
-    """The replicated placement: every coordinate holds the whole tensor."""
+    """Represents a replicated tensor, written ``B``: every coordinate holds the whole tensor."""
 
     def __str__(self) -> str:
         return "B"
@@ -142,8 +152,9 @@ B = Replicate()
 
 @dataclass(frozen=True, slots=True)
 class Partial:
-    """The partial placement: every coordinate holds a tensor of the whole shape; the value is their elementwise
-    ``op``.
+    """Represents a partial tensor, written ``P(op)``: the value is the elementwise ``op`` over all coordinates.
+
+    Each coordinate holds a tensor of the whole shape; ``op`` is sum, max, min or prod.
     """
 
     op: str = "sum"
@@ -159,7 +170,10 @@ P_MIN = Partial("min")
 
 @dataclass(frozen=True, slots=True)
 class RankZero:
-    """Only the first coordinate holds the tensor: what must run once (unseeded random ops, sinks) lives there."""
+    """Represents a tensor that only the first coordinate holds, written ``O``.
+
+    Results of ops that must run once, such as random ops without seeds, have this placement.
+    """
 
     def __str__(self) -> str:
         return "O"
@@ -170,9 +184,10 @@ FIRST = RankZero()
 
 @dataclass(frozen=True, slots=True)
 class PerRank:
-    """Every coordinate holds a value of its own, of the whole shape, made from its own rows: batch statistics that are
-    local on purpose. As one value it is their average, weighted by ``rows``: a sum of which each coordinate holds
-    ``rows[i] / sum(rows)`` times its own value.
+    """Represents a value that each coordinate computes from its own rows, written ``own``: local batch statistics.
+
+    Every coordinate holds a tensor of the whole shape. Where one value is needed, the average weighted by ``rows``
+    stands for them: coordinate ``i`` contributes ``rows[i] / sum(rows)`` times its value to a sum.
     """
 
     rows: tuple[int, ...]
@@ -181,7 +196,7 @@ class PerRank:
         return f"own[{','.join(map(str, self.rows))}]"
 
     def share(self, coordinate: int) -> float:
-        """Returns the weight of ``coordinate`` in the average."""
+        """Returns the weight of ``coordinate`` in the weighted average: its fraction of the rows."""
         return self.rows[coordinate] / sum(self.rows)
 
 
@@ -191,9 +206,13 @@ Layout = tuple[Placement, ...]
 
 @dataclass(frozen=True, slots=True)
 class Strategy:
-    """One legal way to run an op over a mesh axis: a placement per operand and per output, and why it is legal.
+    """Describes one legal way to run an op over a mesh axis.
 
-    ``once``: the node exists on the first coordinate only (its outputs, if any, are ``O``).
+    Attributes:
+      inputs: the placement that each operand must have.
+      outputs: the placement that each output then has.
+      why: why the strategy is legal, in words, for ``whale explain``.
+      once: the node exists on the first coordinate only; its outputs, if any, are ``O``.
     """
 
     inputs: tuple[Placement, ...]
@@ -207,7 +226,7 @@ class Strategy:
 
 @lru_cache(maxsize=65536)
 def shard(dim: int, sizes: tuple[int, ...], blocks: int = 1, halo: tuple[int, int] = (0, 0)) -> Shard:
-    """Returns the one object for this split (equal placements are identical, which makes comparing them cheap)."""
+    """Returns the ``Shard`` of these values, always the same object for equal values, so that comparisons are cheap."""
     return Shard(dim, sizes, blocks, halo)
 
 
@@ -219,10 +238,10 @@ def divide_evenly(size: int, parts: int) -> tuple[int, ...]:
 
 @lru_cache(maxsize=1024)
 def divide_proportionally(size: int, weights: tuple[int, ...]) -> tuple[int, ...]:
-    """Divides ``size`` in proportion to ``weights``, of which one is positive; returns ``weights`` if that is their
-    sum.
+    """Divides ``size`` into integers in proportion to ``weights``, of which at least one must be positive.
 
-    Sainte-Laguë's method: each next unit goes where it is needed most, so no part of a smaller ``size`` is larger.
+    Uses the Sainte-Laguë method: units go one by one to the most under-served weight, so no part shrinks when ``size``
+    grows. If ``size`` is the sum of ``weights``, the result equals ``weights``. A weight of 0 gets 0.
     """
     sizes = [0] * len(weights)
     needs: list[tuple[Fraction, int]] = [(Fraction(-w), i) for i, w in enumerate(weights) if w]
@@ -235,15 +254,18 @@ def divide_proportionally(size: int, weights: tuple[int, ...]) -> tuple[int, ...
 
 
 def find_multiple(sizes: tuple[int, ...], rows: tuple[int, ...]) -> int:
-    """Returns the factor between ``sizes`` and ``rows`` if it is the same for all; 0 if there is none, or all are
-    empty.
+    """Returns the integer k for which ``sizes`` equals k times ``rows``, element by element; 0 if there is none.
+
+    Lowering uses it to recognise a dimension that is sharded as the batch is, with k indices per row.
     """
     times = sum(sizes) // (sum(rows) or 1)
     return times if tuple(times * n for n in rows) == sizes else 0
 
 
 def find_identity(op: str, dtype: str) -> object:
-    """Returns the element that changes nothing under ``op``, which a coordinate with nothing to add contributes.
+    """Returns the identity element of the reduction ``op`` for ``dtype``: 0 for sum, minus infinity for a float max.
+
+    A coordinate that has nothing to contribute to a partial tensor holds this value.
 
     Raises:
       ValueError: ``op`` is not one of sum, max, min, prod.
@@ -271,18 +293,22 @@ def local_shape(shape: Dims | None, placement: Placement, coordinate: int) -> Di
 
 
 def local_shape(shape: Dims | None, placement: Placement, coordinate: int) -> Dims | None:
-    """Returns the shape that ``coordinate`` holds of a tensor of global ``shape``."""
+    """Returns the shape of a tensor on ``coordinate``, given its global shape and its placement over one axis.
+
+    Args:
+      shape: the global shape; None if the rank is unknown, in which case None comes back.
+    """
     if shape is None or not isinstance(placement, Shard):
         return shape
     return shape[: placement.dim] + (placement.local_size(coordinate),) + shape[placement.dim + 1 :]
 
 
 def parse_placement(text: str) -> Placement:
-    """Reads a placement from its text; the inverse of ``str(placement)``.
+    """Parses the text of a placement; the inverse of ``str(placement)``.
 
     Raises:
-      ValueError: ``text`` is none of ``S(d)[n,...]``, ``S(d)[n,...]*k``,
-        ``S(d)[n,...]+k+k``, ``B``, ``P(op)``, ``O``, ``own[n,...]``.
+      ValueError: ``text`` is none of ``S(d)[n,...]``, ``S(d)[n,...]*blocks``, ``S(d)[n,...]+before+after``, ``B``,
+        ``P(op)``, ``O``, ``own[n,...]``.
     """
     match = _PLACEMENT.fullmatch(text)
     if match is None:
@@ -300,7 +326,9 @@ def parse_placement(text: str) -> Placement:
 
 
 def count_moved_bytes(source: Placement, target: Placement, tensor_bytes: int, size: int) -> int:
-    """Returns the logical bytes that a reshard moves in total over one axis of ``size`` ranks, p.
+    """Returns the logical bytes that a reshard moves, over all ranks of one mesh axis together.
+
+    With p ranks and a tensor of T bytes:
 
         S -> B                    (p-1) T     all-gather
         P -> S                    (p-1) T     reduce-scatter
@@ -309,10 +337,11 @@ def count_moved_bytes(source: Placement, target: Placement, tensor_bytes: int, s
         S -> S, runs of one dim   (p-1) T     by way of B
         B -> S, B -> P, S -> P    0           a slice, or a fill with the reduction's identity
 
-    Exact for uneven and empty shares: what is counted between S, B and O is what each coordinate needs and lacks.
+    The count is exact for uneven and empty shards: between S, B and O it counts what each coordinate needs and lacks.
 
     Args:
-      tensor_bytes: bytes of the whole tensor, T.
+      tensor_bytes: T, the bytes of the whole tensor.
+      size: p, the number of ranks along the axis.
     """
     if source == target or size == 1 or isinstance(source, Replicate) or isinstance(target, PerRank):
         return 0
@@ -323,7 +352,7 @@ def count_moved_bytes(source: Placement, target: Placement, tensor_bytes: int, s
         )
     if isinstance(source, Partial):
         op = "WhaleAllReduce" if isinstance(target, Replicate) else "WhaleReduceScatter"
-        return count_collective_bytes(op, tensor_bytes, size)  # to another reduction by way of S
+        return count_collective_bytes(op, tensor_bytes, size)  # P -> P of another reduction goes by way of S
     if isinstance(target, Partial):
         return 0
     if isinstance(source, PerRank):
@@ -338,17 +367,19 @@ def count_moved_bytes(source: Placement, target: Placement, tensor_bytes: int, s
 
 
 def format_label(placement: Placement) -> str:
-    """Formats a short text that distinguishes the placements of one tensor."""
+    """Returns a short text of a placement, for node names and keys; texts differ for the different placements of a
+    tensor.
+    """
     return placement.label if isinstance(placement, Shard) else str(placement)
 
 
 def is_in_runs(placement: Placement) -> bool:
-    """Tells whether a placement splits a dimension that consists of several runs."""
+    """Returns True if a placement shards a dimension that consists of several runs (``Shard.blocks`` > 1)."""
     return isinstance(placement, Shard) and placement.blocks > 1
 
 
 def _count_staying(source: Placement, target: Placement) -> int:
-    """Counts the positions of the split dimensions that each coordinate holds before and after, added up."""
+    """Returns how many index positions need not move in a reshard, because a coordinate holds them before and after."""
     if isinstance(source, Shard) and isinstance(target, Shard):
         if source.dim == target.dim:
             return sum(_count_overlap(source, target, i) for i in range(len(source.sizes)))
@@ -358,7 +389,9 @@ def _count_staying(source: Placement, target: Placement) -> int:
 
 
 def _count_positions(source: Placement, target: Placement) -> int:
-    """Counts the positions of the split dimensions; 1 when they are empty."""
+    """Returns the number of index positions of the sharded dimensions, by which ``_count_staying`` is divided; at least
+    1.
+    """
     count = 1
     for cut in {p.dim: p for p in (source, target) if isinstance(p, Shard)}.values():
         count *= cut.run
@@ -372,37 +405,39 @@ def _count_overlap(a: Shard, b: Shard, i: int) -> int:
 
 
 def count_collective_bytes(op: str, tensor_bytes: int, ranks: int) -> int:
-    """Returns the bytes that all of ``ranks`` send in a collective over a tensor of ``tensor_bytes``, however it is
-    divided.
+    """Returns the logical bytes that all ranks together send in the collective ``op``, whatever algorithm carries it
+    out.
 
-    2(p-1)T for an all-reduce; (p-1)T for an all-gather, a reduce-scatter or a broadcast: every rank but one has to get
-    each element, or its part of the sum of it.
+    With p ranks and a tensor of T bytes: 2(p-1)T for an all-reduce; (p-1)T for an all-gather, a reduce-scatter or a
+    broadcast, in which every rank but one has to get each element, or its contribution to the element's sum.
     """
     return (2 if op in ALL_REDUCES else 1) * (ranks - 1) * tensor_bytes
 
 
 def count_wire_bytes(tensor_bytes: int, dtype: str, wire_dtype: str) -> int:
-    """Returns the bytes of a tensor that is sent as ``wire_dtype``; with "", its own bytes."""
+    """Returns the bytes of a tensor when it is sent in ``wire_dtype``; "" means in its own dtype."""
     return tensor_bytes // count_item_bytes(dtype) * count_item_bytes(wire_dtype) if wire_dtype else tensor_bytes
 
 
 def count_operand_bytes(node: Node, inputs: Sequence[TensorType]) -> int:
-    """Returns the bytes of the tensors that a rank passes to a communication op, as they are sent.
+    """Returns the bytes of all tensors that one rank passes to a communication op, in the dtype in which they are sent.
 
     Args:
-      inputs: the operands' types on this rank.
+      inputs: the operands' types on this rank; the communicator handle counts nothing.
     """
     wire_dtype = str(node.attrs.get("wire_dtype", ""))
     return sum(count_wire_bytes(t.bytes, t.dtype, wire_dtype) for t in inputs if t.dtype != "resource")
 
 
 def count_rank_bytes(node: Node, inputs: Sequence[TensorType], place: int, ranks: int) -> int:
-    """Returns the bytes that one rank sends in a communication op; the ranks' bytes add up to
-    ``count_collective_bytes``.
+    """Returns the logical bytes that one rank sends in a communication op.
+
+    Over all ranks of a collective, these add up to ``count_collective_bytes``. A send counts its tensor, a receive 0.
 
     Args:
       inputs: the operands' types on this rank.
-      place: of this rank in its group, of ``ranks``; a message has neither.
+      place: the rank's position in the group of ranks that take part; unused for sends and receives.
+      ranks: number of ranks in that group; unused for sends and receives.
     """
     sent = count_operand_bytes(node, inputs)
     if node.op == "WhaleSend":

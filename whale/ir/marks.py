@@ -1,4 +1,4 @@
-"""Marks: what Whale notes on a node beside what TensorFlow knows of it (decision 0140).
+"""Defines marks: facts about a node that Whale's passes record beside TensorFlow's attributes.
 
 Decision: 0140.
 """
@@ -12,40 +12,44 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Marks:
-    """The marks of a node. What stands for a node has its marks; TensorFlow is not told of them.
+    """Holds the marks of one node. A node that replaces another inherits its marks; TensorFlow never sees them.
 
     Attributes:
-      backward: it computes gradients.
-      checkpoint: an activation that the user wants held for the backward pass.
-      compute_again: one that the user wants computed again for it.
-      recomputed: it computes an activation again.
-      compiled: it came from a function that asks for XLA (``jit_compile=True``).
-      full_precision: mixed precision leaves it as it is.
-      unscaled: a gradient from which the scale of the loss has been taken out.
-      all_finite: stands for whether all gradients are finite (``whale.passes.normalize.loss_scaling``).
-      gathered_at_use: an Identity in front of a use of a weight that lies split only to be kept so, and is gathered
-        there.
-      on_host: it is computed in the host's memory (``whale.passes.memory.offload``).
-      cut_in_runs: a reshape through which dimensions that are not outermost may be cut, in runs.
-      blocks: a gather, scatter or segment sum stays within blocks: what stands in one part of the indices' first
-        dimension addresses the same part of the table; how many such parts there are. 0: that is not known.
-      owned_rows: it does the same to each of the rows that a table has for ids taken once, whose number only the run
-        knows: they may lie with the owners of the table's rows (``whale.sharding_rules.embedding``).
-      stream: of a random operation, the name of its stream (``whale.passes.normalize.annotate``).
-      of_first_rank: an Identity whose value on the first rank is that of all, whatever others hold.
-      on_every_rank: it runs on every rank although it is stateful: it changes what each of them has.
-      initial: what an assignment of a first value would have assigned, by its digest.
-      axis: of an exchange, the mesh axes along which it is; (): not said, or ranks are named already.
-      micro_batch_rows: of a send or receive between stages, how micro-batches cut its tensor, as text; "": not at all.
-      edge: of these, (number of the sending stage group, of the receiving one).
-      ring_dim: of a send or receive of a tensor that goes round the ranks of an axis, the dimension along which it is
-        divided. Until ranks have their programs such a receive also has what is sent in its place as an operand, and
-        lies as that does.
-      runs: of an exchange of a tensor of which one dimension is seen as two, (runs, run) or (turns, turn): that which
-        is alike on all ranks, and into how many parts it is cut.
-      rounds_for_wire: a Cast to fewer bits for the way to other ranks.
-      expected_bytes: of an exchange of rows, what this rank is expected to send.
-      device_backend: of an exchange that devices carry out, in programs that are predicted: ``communication.backend``.
+      backward: the node computes gradients.
+      checkpoint: the node is an activation that the user wants stored for the backward pass.
+      compute_again: the node is an activation that the user wants recomputed for the backward pass.
+      recomputed: the node is a copy that recomputes an activation in the backward pass.
+      compiled: the node came from a function with ``jit_compile=True``, to be compiled by XLA.
+      full_precision: mixed precision leaves the node in its dtype.
+      unscaled: the node is a gradient from which the loss scale has been divided out.
+      all_finite: the node tells whether all gradients are finite (``whale.passes.normalize.loss_scaling``).
+      gathered_at_use: the node is an Identity before one use of a weight that is sharded only to save memory; the
+        weight is all-gathered there.
+      on_host: the node runs in the host's memory (``whale.passes.memory.offload``).
+      cut_in_runs: the node is a reshape through which an inner dimension may be sharded, in runs (``Shard.blocks``).
+      blocks: of a gather, scatter or segment sum, the number of equal parts of the indices' first dimension of which
+        each addresses only the same part of the table; 0 if that is not known.
+      owned_rows: the node treats each row of its operands alike, one row per unique id, with a count known only at run
+        time; so it may run where the table's rows are (``whale.sharding_rules.embedding``).
+      stream: name of a random op's stream of numbers (``whale.passes.normalize.annotate``); "" for others.
+      of_first_rank: the node is an Identity whose value on the first rank counts for all ranks, whatever theirs is.
+      on_every_rank: the node is stateful and nevertheless runs on every rank, because it changes an object that each
+        has.
+      initial: digest of the value that a deferred initial assignment, now a NoOp, would assign; "" for others. It makes
+        ranks with different initial values differ in their fingerprints.
+      axis: of a communication op, the mesh axes along which it communicates; () if its ``ranks`` are set or not yet
+        known.
+      micro_batch_rows: of a send or receive between stages, the placement by which micro-batches cut its tensor, as
+        text; "" if the tensor is sent once per step.
+      edge: of such a send or receive, (number of the sending stage group, number of the receiving one).
+      ring_dim: of a send or receive of ring attention, the sharded dimension of its tensor. In planning, such a receive
+        also has the tensor sent in exchange as an operand, whose placement it takes.
+      runs: of a communication op whose tensor has one dimension viewed as two, such as (runs, run): (the dimension that
+        is not sharded over ranks, the number of parts into which micro-batches may cut it).
+      rounds_for_wire: the node is a Cast to fewer bits before a tensor is sent.
+      expected_bytes: of an exchange of table rows, the bytes that this rank is expected to send.
+      device_backend: in programs made for prediction, the ``communication.backend`` that carries out a communication op
+        on the device; "" if the host does.
     """
 
     backward: bool = False
@@ -75,19 +79,19 @@ class Marks:
     device_backend: str = ""
 
     def list_given(self) -> dict[str, Any]:
-        """Returns the marks that are not as they are on most nodes, by name."""
+        """Returns the marks that differ from their defaults, by name."""
         if self is NO_MARKS:
             return {}
         return {name: value for name, default in _DEFAULTS.items() if (value := getattr(self, name)) != default}
 
     def replace_marks(self, **changes: Any) -> Marks:
-        """Returns these marks with some others."""
+        """Returns a copy of these marks with the given ones changed."""
         return _replace_marks(self, tuple(changes.items()))
 
 
 @lru_cache(maxsize=1024)
 def _replace_marks(marks: Marks, changes: tuple[tuple[str, Any], ...]) -> Marks:
-    """Makes marks once for all nodes that have them: programs of thousands of nodes have a few dozens."""
+    """Returns the changed marks, cached, so that the thousands of nodes of a program share a few dozen objects."""
     return replace(marks, **dict(changes))
 
 

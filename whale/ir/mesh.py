@@ -1,8 +1,9 @@
-"""Defines meshes, grids of ranks with named axes, and the tiles of variables that are sharded over several axes.
+"""Defines device meshes (grids of ranks with named axes), and tiles: the parts of a variable sharded over several axes.
 
-Axis, Mesh      the grid
-iterate_levels  the plans of all axes
-Tiles           the parts of a variable; find_tiles: those of a plan's variables
+Axis, Mesh      one axis, and the grid of ranks
+iterate_levels  yields the plan of each mesh axis, outermost first
+Tiles           the parts of one variable
+find_tiles      the tiles of all variables of a plan
 
 Decision: 0081.
 """
@@ -18,13 +19,13 @@ from whale.ir.crossing import find_block
 from whale.ir.layout import Shard, divide_evenly, shard
 from whale.ir.plan import Plan
 
-# Axes that have a meaning of their own; the last one is that of a described model's experts.
+# Names of axes to which Whale gives a meaning; EXPERT occurs only in models described by hyper-parameters.
 STAGE, DATA, TENSOR, CONTEXT, EXPERT = "stage", "data", "tensor", "context", "expert"
 
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """One dimension of a mesh: its name, and how many coordinates it has."""
+    """Represents one axis of a mesh: its name, such as "data", and its number of coordinates."""
 
     name: str
     size: int
@@ -35,22 +36,24 @@ class Axis:
 
 @dataclass(frozen=True, slots=True)
 class Mesh:
-    """Ranks in order of their coordinates, those of the last axis next to each other.
+    """Represents a grid of ranks with named axes.
 
     Attributes:
-      axes: from the outermost to the innermost one, which is also the order in which they are planned.
-      ranks: as many as the axes have coordinates together.
+      axes: the axes, outermost first; plans are made in this order.
+      ranks: the rank at each position of the grid, the last axis varying fastest.
     """
 
     axes: tuple[Axis, ...]
     ranks: tuple[int, ...]
 
     def find_coordinates(self, rank: int) -> tuple[int, ...]:
-        """Returns a rank's coordinates, one number per axis."""
+        """Returns the coordinates of ``rank`` in the mesh, one number per axis."""
         return find_coordinates(self.ranks.index(rank), [a.size for a in self.axes])
 
     def list_ranks_along(self, rank: int, *axes: str) -> tuple[int, ...]:
-        """Lists the ranks that differ from ``rank`` in the coordinates of these axes only, itself included."""
+        """Lists the ranks of the group of ``rank`` along these axes: those with equal coordinates on all other axes,
+        itself too.
+        """
         first, offsets = self.ranks.index(rank), [0]
         position, step = first, len(self.ranks)
         for axis in self.axes:
@@ -61,7 +64,9 @@ class Mesh:
         return tuple(self.ranks[first + offset] for offset in offsets)
 
     def order_with_last(self, *axes: str) -> tuple[int, ...]:
-        """Orders all ranks so that those that differ in these axes only are next to each other, in the axes' order."""
+        """Lists all ranks, ordered so that each group along these axes is contiguous, as if these axes were the
+        innermost ones.
+        """
 
         def key(rank: int) -> tuple[list[int], list[int]]:
             at = dict(zip((a.name for a in self.axes), self.find_coordinates(rank)))
@@ -71,7 +76,7 @@ class Mesh:
 
 
 def find_coordinates(position: int, sizes: Sequence[int]) -> tuple[int, ...]:
-    """Returns the coordinates of a position in a grid, the last one running fastest."""
+    """Returns the coordinates of a position in a grid with axes of these sizes, the last axis varying fastest."""
     found: list[int] = []
     for size in reversed(sizes):
         position, coordinate = divmod(position, size)
@@ -80,12 +85,12 @@ def find_coordinates(position: int, sizes: Sequence[int]) -> tuple[int, ...]:
 
 
 def format_axes(axes: Sequence[Axis]) -> str:
-    """Formats axes as the configuration spells them: ``data=2,tensor=4``."""
+    """Formats mesh axes as configuration files write them: ``data=2,tensor=4``."""
     return ",".join(map(str, axes))
 
 
 def iterate_levels(plan: Plan) -> Iterator[Plan]:
-    """Yields the plans of all axes, outermost first."""
+    """Yields the plan of each mesh axis, outermost first: ``plan``, ``plan.inner``, and so on."""
     found: Plan | None = plan
     while found is not None:
         yield found
@@ -93,12 +98,14 @@ def iterate_levels(plan: Plan) -> Iterator[Plan]:
 
 
 def make_mesh(plan: Plan, ranks: Sequence[int]) -> Mesh:
-    """Returns the mesh that a plan's axes make of ranks."""
+    """Returns the mesh that arranges ``ranks`` along the axes of a plan; an unnamed axis i is called ``axis_i``."""
     return Mesh(tuple(Axis(p.axis or f"axis_{i}", p.size) for i, p in enumerate(iterate_levels(plan))), tuple(ranks))
 
 
 def count_moved_along(plan: Plan) -> list[int]:
-    """Returns the logical bytes that one step moves along each axis, summed over its groups, outermost first."""
+    """Returns the logical bytes that one step moves along each mesh axis, over all groups of that axis, outermost
+    first.
+    """
     own = plan.own_bytes
     if plan.inner is None:
         return [own]
@@ -108,11 +115,13 @@ def count_moved_along(plan: Plan) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """A rectangle of a variable, with an index and an extent for each dimension.
+    """Represents a rectangular region of a variable, as a checkpoint reads or writes it.
 
     Attributes:
-      begin: in the whole value; size: its shape.
-      place: the tile that holds it; start: its first indices there.
+      begin: first index in the whole variable, per dimension.
+      size: number of indices, per dimension.
+      place: number of the tile that holds the region.
+      start: first index in that tile's local tensor, per dimension.
     """
 
     begin: tuple[int, ...]
@@ -123,13 +132,14 @@ class Region:
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """The parts of a variable that is sharded over some axes; without axes, a single part that all ranks hold.
+    """Describes how a variable is sharded over several mesh axes; without axes, every rank holds the whole variable.
 
-    Tiles are numbered by their coordinates along the axes, those of the last one running fastest.
+    Tiles are numbered by their coordinates along these axes, the last axis varying fastest.
 
     Attributes:
-      axes: names of mesh axes, outermost first; cuts: over each of them, of the part left by the cuts before at their
-        first coordinates (see ``list_cuts``).
+      axes: names of the mesh axes that shard the variable, outermost first.
+      cuts: the shard over each axis, which applies to what the axes before have left at their first coordinates;
+        ``list_cuts`` adapts it to other coordinates.
     """
 
     axes: tuple[str, ...] = ()
@@ -142,7 +152,7 @@ class Tiles:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Returns the number of parts along each axis."""
+        """Returns the number of shards along each axis."""
         return tuple(len(cut.sizes) for cut in self.cuts)
 
     @property
@@ -151,11 +161,14 @@ class Tiles:
         return prod(self.sizes)
 
     def find_cut(self, axis: str) -> Shard | None:
-        """Returns the cut over one axis; None when that does not divide the variable."""
+        """Returns the shard over the mesh axis called ``axis``; None if that axis does not shard the variable."""
         return dict(zip(self.axes, self.cuts)).get(axis)
 
     def list_cuts(self, at: Sequence[int]) -> tuple[Shard, ...]:
-        """Returns the cuts at a tile's coordinates, where a dimension may be smaller than at the first ones."""
+        """Returns the shard over each axis as it is for the tile at coordinates ``at``.
+
+        Where the axes before cut a dimension unevenly, a tile may have fewer indices to divide than the first tile has.
+        """
         found: list[Shard] = []
         left: dict[int, int] = {}
         for cut, coordinate in zip(self.cuts, at):
@@ -164,7 +177,7 @@ class Tiles:
         return tuple(found)
 
     def find_local_shape(self, shape: Sequence[int], place: int) -> tuple[int, ...]:
-        """Returns the shape of a tile."""
+        """Returns the shape of tile number ``place`` of a variable of shape ``shape``."""
         found = list(shape)
         at = find_coordinates(place, self.sizes)
         for cut, coordinate in zip(self.list_cuts(at), at):
@@ -172,7 +185,10 @@ class Tiles:
         return tuple(found)
 
     def iterate_regions(self, shape: Sequence[int], place: int) -> Iterator[Region]:
-        """Yields the rectangles that a tile consists of; those without elements are left out."""
+        """Yields the rectangular regions of the variable that tile number ``place`` holds, except empty ones.
+
+        A tile has more than one region if a dimension is sharded in runs.
+        """
         at = find_coordinates(place, self.sizes)
         spans = find_block(shape, self.list_cuts(at), at)
         if spans is None or any(s.count == 0 for s in spans):
@@ -184,13 +200,14 @@ class Tiles:
 
 
 def make_one_axis_tiles(cut: Shard) -> Tiles:
-    """Returns the tiles of a variable that a single axis divides, whose name does not matter."""
+    """Returns the tiles of a variable sharded over one mesh axis, for callers that do not need the axis's name."""
     return Tiles(("",), (cut,))
 
 
 def find_tiles(plan: Plan) -> dict[str, Tiles]:
-    """Returns the tiles of the variables that the axes of a plan divide, by handle node; in a pipeline, over the axes
-    of each stage group.
+    """Returns the tiles of each variable that a plan shards, keyed by the name of the variable's handle node.
+
+    In a pipeline, a variable's tiles are those over the mesh of its own stage group.
     """
     found: dict[str, Tiles] = {}
     for other in reversed(plan.others):
@@ -205,5 +222,8 @@ def find_tiles(plan: Plan) -> dict[str, Tiles]:
 
 
 def adapt_cut(cut: Shard, extent: int) -> Shard:
-    """Adapts ``cut``, made for the first coordinates of earlier axes, to a dimension of ``extent`` indices."""
+    """Returns ``cut`` for a dimension of ``extent`` indices: unchanged if the size fits, otherwise an even division.
+
+    Cuts are made for the first coordinates of the axes before; other coordinates may have another size left.
+    """
     return cut if cut.extent == extent else shard(cut.dim, divide_evenly(extent, len(cut.sizes)))

@@ -1,8 +1,8 @@
-"""Defines named sets of op types (traits), used by passes, lowering, runtime and cost model to classify ops.
+"""Defines named sets of op types (traits), such as ``COLLECTIVES`` or ``READS``.
 
-A fact about op types is defined here once. Code that needs a smaller or larger set than a trait says so, with the
-reason: ``VIEWS | {"Cast"}  # because ...``. Facts about a single op (its rule, its formula, its kernel) are
-with the rules, the formulas, the kernels.
+Passes, lowering, runtime and cost model classify ops by these sets. A fact about op types is defined here only once;
+code that needs a larger or smaller set says so with the reason: ``VIEWS | {"Cast"}  # because ...``. Facts about a
+single op (its sharding rule, its cost formula, its kernel) are kept with the rules, formulas and kernels.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ COLLECTIVES = RANK_REDUCTIONS | ROW_EXCHANGES | _split_names("WhaleAllGather Wha
 POINT_TO_POINT = _split_names("WhaleSend WhaleRecv")
 # Tensors move between ranks.
 EXCHANGES = COLLECTIVES | POINT_TO_POINT
-# Exchanges that devices can carry out in their own memory, and as which op. Only what is about to run has these.
+# Exchange -> the op that carries it out in a device's own memory; only programs that are about to run have these ops.
 ON_DEVICE = {
     f"Whale{kind}": f"WhaleDevice{kind}"
     for kind in ("AllReduce", "AllGather", "ReduceScatter", "AllToAll", "Broadcast", "Send", "Recv")
@@ -43,9 +43,9 @@ MEETINGS = _split_names("WhaleBarrier WhaleCheck")
 
 LOOPS = _split_names("While StatelessWhile")
 BRANCHES = _split_names("If StatelessIf Case StatelessCase")
-# They run graphs of their own, which a plan lays out beside the main one.
+# They run functions, whose graphs a plan lays out like the main graph.
 HAS_BODIES = LOOPS | BRANCHES
-# They run one function, once; WhaleCall that of a micro-batch.
+# They run one function, once; WhaleCall runs the function of a micro-batch.
 CALLS = _split_names("PartitionedCall StatefulPartitionedCall WhaleCall")
 # They run a function for every element of a dataset: what a loop over a dataset becomes in a traced function.
 DATASET_LOOPS = _split_names("ReduceDataset ScanDataset")
@@ -53,7 +53,7 @@ DATASET_LOOPS = _split_names("ReduceDataset ScanDataset")
 PYTHON_FUNCTIONS = _split_names("PyFunc EagerPyFunc")
 QUEUE_READS = _split_names("QueueDequeueV2 QueueDequeueManyV2 QueueDequeueUpToV2")
 QUEUE_WRITES = _split_names("QueueEnqueueV2 QueueEnqueueManyV2 QueueCloseV2")
-# They change tables and queues, which each process has made for itself.
+# They change tables and queues; every process has its own.
 OBJECT_UPDATES = (
     QUEUE_READS | QUEUE_WRITES | _split_names("LookupTableInsertV2 LookupTableRemoveV2 LookupTableImportV2")
 )
@@ -66,7 +66,7 @@ FRAMES = _split_names(
 )
 # All turns of a loop, as the program of one operation.
 FUSED_LOOP = "WhaleLoop"
-# These decide which nodes run, and how often: they are laid out with their bodies or frames, not by a rule.
+# These decide which nodes run, and how often: their placements follow from their bodies or frames, not from a rule.
 CONTROL_FLOW = HAS_BODIES | CALLS | FRAMES | _split_names("For ControlTrigger")
 
 # -- operands handed on
@@ -77,9 +77,9 @@ IDENTITIES = _split_names("Identity StopGradient PreventGradient Snapshot")
 RESHAPES = _split_names("Reshape ExpandDims Squeeze")
 # The result is the first operand's memory, and nothing else happens.
 VIEWS = IDENTITIES | RESHAPES
-# Every result is the memory of the operand of its number, whatever else happens.
+# Result i shares the memory of operand i, whatever else happens.
 ALIASES = VIEWS | _split_names("IdentityN EnsureShape CheckNumerics CheckNumericsV2 WhaleHold")
-# They tell the shape of an operand, whatever it holds.
+# They read an operand's shape and not its values.
 ASKS_SHAPE = _split_names("Shape ShapeN Size Rank")
 
 # -- variables
@@ -106,12 +106,12 @@ APPLIES_ROWS = _prefix_names("ResourceSparseApply", f"{_OPTIMIZERS} KerasMomentu
 SCATTERS = _prefix_names("ResourceScatter", _SCATTERS)
 # Scatters that change each row by itself, where each row number occurs once.
 ROW_SCATTERS = _prefix_names("ResourceScatter", "Add Sub Update")
-# The state of a random generator, which is a variable (operand 0), goes on.
+# They advance the state of a random generator, which is a variable (operand 0).
 ADVANCES = _split_names(
     "RngSkip RngReadAndSkip StatefulRandomBinomial StatefulStandardNormal StatefulStandardNormalV2 "
     "StatefulTruncatedNormal StatefulUniform StatefulUniformFullInt StatefulUniformInt"
 )
-# Updates of variables (the first operands) as one operation of ours.
+# Whale's own ops that update several variables (the first operands) at once.
 FUSED_UPDATE, SCATTER_ROWS = "WhaleUpdate", "WhaleScatterRows"
 FUSED_UPDATES = frozenset({FUSED_UPDATE, SCATTER_ROWS})
 # A variable changes.
@@ -124,7 +124,7 @@ UPDATES = (
     | _split_names("ResourceStridedSliceAssign ResourceCountUpTo")
     | FUSED_UPDATES
 )
-# Variables of TensorFlow 1, whose value is a reference, and what changes them.
+# Reference variables of TensorFlow 1, and the ops that update them.
 REF_VARIABLES = _split_names("Variable VariableV2 TemporaryVariable")
 REF_UPDATES = (
     _split_names("Assign AssignAdd AssignSub StridedSliceAssign CountUpTo")
@@ -137,7 +137,7 @@ REF_UPDATES = (
 
 # Rows of a table (operand 0) are read, by one number each, so the table may lie split: a variable, or a tensor.
 ROW_LOOKUPS = _split_names("Gather GatherV2 ResourceGather")
-# Rows or elements of a table (operand 0) are read: like products they are where a model uses a weight.
+# Rows or elements of a table (operand 0) are read; like matrix products, these ops are where a model uses a weight.
 LOOKUPS = ROW_LOOKUPS | READS_ROWS | {"GatherNd"}
 MATMULS = _split_names("MatMul BatchMatMul BatchMatMulV2 BatchMatMulV3")
 # Gradients of a convolution's filter: sums over rows of the batch.
@@ -162,15 +162,15 @@ DRAWS = _split_names(
     "RandomStandardNormal RandomUniform RandomUniformInt SampleDistortedBoundingBox SampleDistortedBoundingBoxV2 "
     "TruncatedNormal"
 )
-# The operation that draws the same numbers from a key and a counter: TensorFlow's kernels of both fill tensors by the
-# same code.
+# Stateful op -> the stateless op that draws the same numbers from a key and a counter, as TensorFlow's kernels share
+# their code.
 DRAWS_BY_COUNTER = {
     "RandomUniform": "StatelessRandomUniformV2",
     "RandomStandardNormal": "StatelessRandomNormalV2",
     "TruncatedNormal": "StatelessTruncatedNormalV2",
     "RandomUniformInt": "StatelessRandomUniformIntV2",
 }
-# They draw from the stream that a key and a counter name, by the element's place: a part can be drawn by itself.
+# Element i of their result is number i of the stream that a key and a counter name, so a shard can be drawn by itself.
 STREAM_DRAWS = _split_names("StatelessRandomUniformV2 StatelessRandomNormalV2 StatelessTruncatedNormalV2")
 # Their draws follow from their operands alone.
 STATELESS_DRAWS = STREAM_DRAWS | _split_names(

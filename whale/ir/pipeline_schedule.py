@@ -1,9 +1,9 @@
 """Defines pipeline schedules: pure functions from (stages, chunks, micro-batches) to the order of phases on each
 device.
 
-Chunk ``c`` of device ``s`` holds the model's part ``c * stages + s``. A phase is the forward pass (F) of one chunk for
-one micro-batch, or its backward pass (B). ZB-H1 splits the backward pass: B computes the gradients of the chunk's
-inputs, for which the previous device waits, and W those of its weights, for which no device waits.
+Chunk ``c`` of device ``s`` holds part ``c * stages + s`` of the model's layers. A phase is the forward pass (F) or the
+backward pass (B) of one chunk for one micro-batch. ZB-H1 splits the backward pass in two: B computes the gradients of
+the chunk's inputs, for which the previous device waits, and W those of its weights, for which no device waits.
 
     1f1b, 3 stages, 4 micro-batches
     0  F0 F1 F2 B0 F3 B1 B2 B3
@@ -25,7 +25,7 @@ NAMES = ("gpipe", "1f1b", "zb-h1")
 
 
 class PhaseKind(IntEnum):
-    """The kinds of phases: forward, backward, and the weights' part of backward."""
+    """Enumerates the kinds of phases: forward, backward, and the weight gradients of a split backward pass (W)."""
 
     F = 0
     B = 1
@@ -33,7 +33,10 @@ class PhaseKind(IntEnum):
 
 
 class Phase(NamedTuple):
-    """One pass of a chunk for a micro-batch."""
+    """Represents the forward, backward or weight-gradient pass of one chunk for one micro-batch.
+
+    As text ``F3.1``: forward pass of micro-batch 3 through chunk 1; chunk 0 is left out.
+    """
 
     chunk: int
     micro_batch: int
@@ -48,14 +51,18 @@ Schedule = list[Row]
 
 
 def schedule_gpipe(stages: int, micro_batches: int) -> Schedule:
-    """Schedules all forwards, then all backwards in reverse (Huang et al., "GPipe", 2019)."""
+    """Returns the GPipe schedule: all forward passes, then all backward passes in reverse order.
+
+    Source: Huang et al., "GPipe", 2019.
+    """
     forwards = [Phase(0, m, PhaseKind.F) for m in range(micro_batches)]
     return [forwards + [Phase(0, m, PhaseKind.B) for m in reversed(range(micro_batches))] for _ in range(stages)]
 
 
 def schedule_1f1b(stages: int, micro_batches: int) -> Schedule:
-    """Schedules forwards until the pipeline is full, then one forward and one backward in turn (Narayanan et al., SC
-    2021).
+    """Returns the 1F1B schedule: forward passes until the pipeline is full, then one forward and one backward in turn.
+
+    Source: Narayanan et al., SC 2021.
     """
     rows: Schedule = []
     for stage in range(stages):
@@ -68,10 +75,13 @@ def schedule_1f1b(stages: int, micro_batches: int) -> Schedule:
 
 
 def schedule_interleaved(stages: int, chunks: int, micro_batches: int) -> Schedule:
-    """Schedules 1F1B in which every stage holds several chunks of layers (Narayanan et al., SC 2021, section 2.2).
+    """Returns the interleaved 1F1B schedule, in which each device holds several chunks of layers.
 
-    In the paper micro-batches are a multiple of the stages, in groups of as many. Here other numbers go in groups that
-    are as even as can be, with at least as many micro-batches as there are stages; a group takes no longer for it.
+    In the source, the number of micro-batches is a multiple of the stages, and micro-batches go in groups of as many as
+    there are stages. Here any number is allowed: groups are as even as possible and have at least as many micro-batches
+    as there are stages.
+
+    Source: Narayanan et al., SC 2021, section 2.2.
     """
     if chunks == 1:
         return schedule_1f1b(stages, micro_batches)
@@ -96,11 +106,12 @@ def schedule_interleaved(stages: int, chunks: int, micro_batches: int) -> Schedu
 
 
 def schedule_zb_h1(stages: int, micro_batches: int) -> Schedule:
-    """Schedules 1F1B whose weight gradients fill the bubbles, in the memory of 1F1B (Qi et al., "Zero bubble pipeline
-    parallelism", ICLR 2024, section 3.1).
+    """Returns the ZB-H1 schedule: 1F1B with the weight gradients in its bubbles, at the peak memory of 1F1B.
 
-    Device ``i`` begins its weight gradients ``i`` backward passes late: they are what it has to do when the last
-    micro-batches have gone. As many micro-batches live on each device as on the first one under 1F1B.
+    Device ``i`` runs its weight gradients ``i`` backward passes late, so that it still has work when the last
+    micro-batches have passed. Every device holds as many micro-batches as the first device of 1F1B does.
+
+    Source: Qi et al., "Zero bubble pipeline parallelism", ICLR 2024, section 3.1.
     """
     rows: Schedule = []
     for stage in range(stages):
@@ -117,16 +128,28 @@ def schedule_zb_h1(stages: int, micro_batches: int) -> Schedule:
 
 
 def make_schedule(name: str, stages: int, chunks: int, micro_batches: int) -> Schedule:
-    """Returns the schedule of a name: gpipe, 1f1b (interleaved when there are several chunks) or zb-h1.
+    """Returns the schedule called ``name``: gpipe, 1f1b (interleaved if there are several chunks) or zb-h1.
+
+    Returns:
+      one row of phases per device, in the order in which the device runs them.
 
     Raises:
-      PlanError: there is none of that name, or it does not support so many chunks.
+      PlanError: no schedule has that name, a number is below 1, or the schedule does not support several chunks.
     """
     if name not in NAMES:
-        raise PlanError("there is no such schedule", given=name, expected=", ".join(NAMES))
+        raise PlanError(
+            "there is no such schedule of pipelines",
+            given=name,
+            expected=", ".join(NAMES),
+            action="correct the name of the schedule",
+        )
     if min(stages, chunks, micro_batches) < 1:
         given = f"{stages} stages, {chunks} chunks, {micro_batches} micro-batches"
-        raise PlanError("a schedule needs one of each at least", given=given, expected="numbers from 1 on")
+        raise PlanError(
+            "a pipeline schedule needs stages, chunks per stage and micro-batches, one of each at least",
+            given=given,
+            expected="numbers from 1 on",
+        )
     if name != "1f1b" and chunks > 1:
         called = {"gpipe": "GPipe", "zb-h1": "ZB-H1"}[name]
         raise PlanError(f"{called} has one chunk per stage", given=f"{chunks} chunks", action="use 1f1b")
@@ -140,7 +163,7 @@ def make_schedule(name: str, stages: int, chunks: int, micro_batches: int) -> Sc
 
 
 def iterate_dependencies(rows: Schedule) -> Iterator[tuple[tuple[int, Phase], tuple[int, Phase]]]:
-    """Yields (earlier, later) for all (device, phase) that need another one's result."""
+    """Yields every dependency between phases as a pair (earlier, later) of (device, phase)."""
     stages = len(rows)
     last = stages * (1 + max((phase.chunk for row in rows for phase in row), default=0)) - 1
     for stage, row in enumerate(rows):
@@ -167,15 +190,19 @@ def play(
     weights_s: float = 1.0,
     credits: Mapping[tuple[int, int], int] | None = None,
 ) -> dict[tuple[int, Phase], float]:
-    """Simulates a schedule and returns when each (device, phase) ends, with equal passes on all devices and free sends.
+    """Simulates a schedule and returns the time at which each (device, phase) ends.
+
+    All devices are equally fast, and sends take no time.
 
     Args:
-      backward_s: of B; with ``weights_s`` in it where the schedule has no W.
-      weights_s: of W.
-      credits: (sending device, receiving device) -> results that may wait there: who finds no room waits with its own.
+      forward_s: seconds of an F phase.
+      backward_s: seconds of a B phase; of the whole backward pass if the schedule has no W phases.
+      weights_s: seconds of a W phase.
+      credits: (sending device, receiving device) -> number of results that may wait there unread; a sender that finds
+        no room waits. None: there is always room.
 
     Raises:
-      PlanError: the phases wait for each other.
+      PlanError: the phases wait for each other in a cycle.
     """
     needs: dict[tuple[int, Phase], list[tuple[int, Phase]]] = {}
     readers: dict[tuple[int, Phase], tuple[int, Phase]] = {}
@@ -222,18 +249,26 @@ def play(
         stuck = ", ".join(
             f"device {i} before {row[at]}" for i, (at, row) in enumerate(zip(place, rows)) if at < len(row)
         )
-        raise PlanError("the phases of a schedule wait for each other", given=stuck, expected="an order that ends")
+        raise PlanError(
+            "the phases of a pipeline schedule wait for each other in a cycle",
+            given=stuck,
+            expected="an order in which each phase follows those whose results it needs",
+        )
     return end
 
 
 def compute_bubble_s(
     name: str, stages: int, chunks: int, forward_s: float, backward_s: float, weights_s: float = 0.0
 ) -> float:
-    """Returns the seconds that a device idles in a step with free sends (the papers named at the schedules).
+    """Returns the seconds that a device idles in one step (the pipeline bubble), if sends take no time.
+
+    The formulas are those of the papers cited at the schedules: (p - 1) (F + B) / v for GPipe and 1F1B with p stages
+    and v chunks, (p - 1) (F + B - 2 W) for ZB-H1.
 
     Args:
-      backward_s: the whole backward pass of all of a device's chunks; ``forward_s`` their forward pass.
-      weights_s: the part of it that is W.
+      forward_s: F, the forward pass of all chunks of a device for one micro-batch, in seconds.
+      backward_s: B, likewise the whole backward pass.
+      weights_s: W, the part of ``backward_s`` that computes weight gradients.
     """
     if name == "zb-h1":
         return (stages - 1) * (forward_s + backward_s - 2 * weights_s)
@@ -241,20 +276,32 @@ def compute_bubble_s(
 
 
 def compute_bubble_fraction(stages: int, chunks: int, micro_batches: int) -> float:
-    """Returns idle over busy time of GPipe and 1F1B with free sends: (p - 1) / (v m) (Narayanan et al., SC 2021)."""
+    """Returns idle time divided by busy time of GPipe and 1F1B, if sends take no time: (p - 1) / (v m).
+
+    Here p are the stages, v the chunks of a stage and m the micro-batches. Source: Narayanan et al., SC 2021.
+    """
     return (stages - 1) / (chunks * micro_batches)
 
 
 def count_live_micro_batches(row: Sequence[Phase]) -> int:
-    """Returns the most (chunk, micro-batch) pairs whose forward pass has run and whose last backward pass has not."""
+    """Returns the largest number of forward passes of one device whose activations are alive at once.
+
+    Activations live from the F phase of a (chunk, micro-batch) to its B phase, or to its W phase if the schedule has
+    any.
+
+    Args:
+      row: the phases of one device, in order.
+    """
     last = PhaseKind.W if any(phase.kind is PhaseKind.W for phase in row) else PhaseKind.B
     steps = {PhaseKind.F: 1, last: -1}
     return max(accumulate(steps.get(phase.kind, 0) for phase in row), default=0)
 
 
 def count_credits(rows: Schedule) -> dict[tuple[int, int], int]:
-    """Returns (sending device, receiving device) -> results that must be able to wait there, so that no sender waits
-    for room in a run with equal passes. With these the schedule ends, however long its passes are.
+    """Returns how many results must be able to wait on each edge between devices so that no sender waits for room.
+
+    The keys are (sending device, receiving device). The numbers are measured in a run in which all passes take equally
+    long; with them no schedule deadlocks, however long the passes really take.
     """
     end = play(rows)
     length = {PhaseKind.F: 1.0, PhaseKind.B: 2.0, PhaseKind.W: 1.0}
@@ -265,13 +312,13 @@ def count_credits(rows: Schedule) -> dict[tuple[int, int], int]:
             moves += [(end[earlier], 1), (end[later] - length[later[1].kind], -1)]
     found = {}
     for edge, moves in events.items():
-        # A result that is taken at the moment at which it comes waits for that moment.
+        # A result that is taken at the instant at which it arrives still needs room: arrivals count first.
         found[edge] = max(accumulate(step for _, step in sorted(moves, key=lambda move: (move[0], -move[1]))))
     return found
 
 
 def format_schedule(rows: Schedule) -> str:
-    """Formats one row per device: ``0  F0 F1 B0 W0``; chunks above 0 are written ``F0.1``."""
+    """Formats a schedule as text, one line per device: ``0  F0 F1 B0 W0``; ``F0.1`` is a phase of chunk 1."""
     width = len(str(len(rows) - 1))
     return "".join(f"{stage:>{width}}  {' '.join(map(str, row))}\n" for stage, row in enumerate(rows))
 
@@ -280,10 +327,10 @@ _PHASE = re.compile(r"([FBW])(\d+)(?:\.(\d+))?")
 
 
 def parse_schedule(text: str) -> Schedule:
-    """Inverse of ``format_schedule``.
+    """Parses the text of ``format_schedule``.
 
     Raises:
-      ValueError: a phase cannot be read.
+      ValueError: a word is not a phase.
     """
     rows: Schedule = []
     for line in text.splitlines():

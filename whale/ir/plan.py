@@ -1,4 +1,7 @@
-"""Defines Plan: every decision about how a program is divided, as plain data (printed, saved, compared, replayed)."""
+"""Defines ``Plan``: every decision about how a program is divided over ranks, as plain data.
+
+A plan can be printed (``whale.ir.plan_text``), saved to a plan file, compared with another, and lowered again.
+"""
 
 from __future__ import annotations
 
@@ -16,20 +19,27 @@ from whale.ir.prediction import Prediction
 from whale.ir.program import Ref
 from whale.ir.strategy import DeviceGroup, ParallelStrategy, Stage
 
-KIND, FORMAT_VERSION = "whale-plan", "1.0"  # of a file: a new major number is refused; unknown fields are ignored
+KIND, FORMAT_VERSION = "whale-plan", "1.0"  # of plan files; another major number is refused, unknown fields are ignored
 
-# Nodes of a stage's program that stand for tensors of other stages: a source with its producer's name, and a sink.
+# Nodes in a stage's program for tensors of other stages: an input, with the name of the tensor's producer, and a sink.
 STAGE_INPUT, STAGE_OUTPUT = "WhaleStageInput", "WhaleStageOutput"
 
 
 @dataclass(frozen=True, slots=True)
 class Reshard:
-    """One change of layout: tensor ``ref`` of graph ``graph`` ("" is the program) goes from ``source`` to ``target``.
+    """Represents one change of a tensor's placement over one mesh axis, usually a collective.
 
-    ``key`` is equal on all ranks and unique in the plan; ``bytes`` are the logical bytes moved in total; ``group`` is
-    the number of the fused collective it belongs to, -1 when it travels alone; ``backend`` is who carries it out:
-    ``"whale"`` (through the host, or from device to device) or ``"horovod"``. ``wire_dtype`` is what elements are
-    rounded to before they are sent; "" is their own.
+    Attributes:
+      graph: name of the function whose graph has the tensor; "" for the main program.
+      ref: the tensor.
+      source: the placement that the producer yields.
+      target: the placement that a consumer needs.
+      key: name of the operation, equal on all ranks and unique in the plan.
+      bytes: logical bytes that all ranks together move.
+      group: number of the fused collective that the reshard is part of; -1 if it is not fused.
+      origin: why the reshard is needed, in words, for ``whale explain``.
+      backend: what carries it out: "whale" (through the host, or from device to device) or "horovod".
+      wire_dtype: the dtype to which elements are rounded before they are sent; "" keeps their own.
     """
 
     graph: str
@@ -46,7 +56,14 @@ class Reshard:
 
 @dataclass(frozen=True, slots=True)
 class TaskGraph:
-    """The nodes of one scope: how many there are, and the virtual device that they are bound to."""
+    """Describes the nodes under one scope of the user.
+
+    Attributes:
+      scope: path of the scope; "(default)" for nodes outside of all scopes.
+      kind: what the innermost scope does: "replica", "split" or "stage".
+      devices: the ranks that run the nodes; on a mesh of several axes, coordinates on the outermost axis.
+      nodes: number of nodes.
+    """
 
     scope: str
     kind: str
@@ -56,7 +73,14 @@ class TaskGraph:
 
 @dataclass(frozen=True, slots=True)
 class StageGroup:
-    """A group of ranks that runs some of the stages: position c of the mesh of plan number ``plan`` is ``ranks[c]``."""
+    """Represents a group of ranks that runs some of the pipeline stages.
+
+    Attributes:
+      name: name for reports.
+      ranks: the group's ranks; ``ranks[c]`` is at position c of its mesh.
+      stages: names of the stages that the group runs.
+      plan: which plan the group runs: 0 is the main plan, k > 0 is ``Plan.others[k - 1]``.
+    """
 
     name: str
     ranks: tuple[int, ...]
@@ -66,7 +90,14 @@ class StageGroup:
 
 @dataclass(frozen=True, slots=True)
 class Edge:
-    """A tensor sent from stage group number ``source`` to number ``target``, and its bytes in a step."""
+    """Represents a tensor that one stage group sends to another.
+
+    Attributes:
+      ref: the tensor.
+      source: number of the sending stage group.
+      target: number of the receiving stage group.
+      bytes: logical bytes sent in one step, over all ranks.
+    """
 
     ref: Ref
     source: int
@@ -76,9 +107,14 @@ class Edge:
 
 @dataclass(frozen=True, slots=True)
 class BatchInput:
-    """An input that is divided over the mesh: its name, the rows of each coordinate, and who chose it.
+    """Represents an input of the program whose rows are divided over the ranks.
 
-    ``local``: a rank passes its own rows only; otherwise it passes the whole batch, from which it takes its rows.
+    Attributes:
+      name: name of the Placeholder node.
+      placement: the shard that says how many rows each coordinate gets.
+      origin: what chose these rows, in words, for reports.
+      local: True if each rank passes only its own rows; False if each rank passes the whole batch and slices its rows
+        out of it.
     """
 
     name: str
@@ -89,42 +125,50 @@ class BatchInput:
 
 @dataclass(frozen=True)
 class Plan:
-    """All inputs of lowering beside the program.
+    """Holds everything that lowering needs beside the program, for one mesh axis and, nested, for the axes inside it.
 
     Attributes:
-      program: name of the program; fingerprint: of the program it was made for.
-      size: number of coordinates of the plan's mesh axis; devices: a name for each. axis: its name.
+      program: name of the program.
+      fingerprint: fingerprint of the program for which the plan was made (``whale.ir.fingerprint``).
+      size: number of coordinates of the plan's mesh axis.
+      devices: a name for each coordinate, for reports.
+      task_graphs: the nodes of each of the user's scopes.
+      batch_inputs: the inputs whose rows are divided over the ranks.
       strategies: graph name -> node name -> strategy. The program itself is graph "".
-      reshards: all changes of layout in a step.
       returned: graph name -> placements of the graph's outputs.
-      routed: nodes that exchange rows of a table by their ids, with the bytes that they are expected to move.
-      unruled: nodes whose op has no rule, with the logical bytes that their replication costs.
-      split_flops, total_flops: matrix-product and convolution FLOPs that are divided, and all of them.
-      exceptions: describes how results differ from those of one device.
-      variables: handle nodes of variables that the axis divides between steps, with placements (see
-          ``ir.mesh.tiles_of``).
-      offloaded: handle nodes of variables that are kept in the host's memory, beside an accelerator.
-      expanded: composite nodes that the plan contains in their decomposed form.
-      inner: on a mesh of more axes, the plan of the next one, for the program of this axis' first coordinate.
-      repeats: with an inner plan, key of a reshard -> number of times it happens: once in each group with the whole
-          tensor.
-      inner_bytes: bytes moved along the inner axes, in all groups together.
+      reshards: all changes of placement in a step.
+      unruled: nodes whose op has no sharding rule -> logical bytes that their replication costs.
+      split_flops: FLOPs of matrix products and convolutions that are divided over ranks.
+      total_flops: FLOPs of all matrix products and convolutions.
+      exceptions: in words, how results differ from those of a run on one device.
+      variables: handle nodes of variables that the axis shards between steps -> placement (see ``ir.mesh.find_tiles``).
+      expanded: names of composite nodes that the plan contains in their decomposed form.
+      inner: on a mesh of several axes, the plan of the next axis, for the program at this axis' first coordinate.
+      repeats: with an inner plan, key of a reshard -> how often it happens: once in each group that has the whole
+        tensor.
+      inner_bytes: logical bytes that a step moves along the inner axes, in all groups together.
       memory: category -> predicted peak bytes of each rank in a step; empty if not predicted.
-      updates: number of fused updates of the first rank, and of their variables; if requested.
-      stage_groups: the groups of ranks that run the stages of a pipeline; empty: all ranks run all.
-      others: plans number 1, 2, ... for stage groups with other numbers of ranks, or other rows; this one is number 0.
-      edges: tensors sent between stage groups; schedule: name of the pipeline schedule, "" with one micro-batch only.
-      micro_batches: number of parts into which each rank cuts its rows, to compute them one after the other.
-      microbatched: its axis is that of a rank's micro-batches. Made on each rank; never saved.
-      script: the script whose first step it is, and its arguments; empty where it was not made by `whale plan`.
-      strategy: the strategy of the plan, with its settings; None if it was not recorded.
-      rank_order: the rank at each position of the mesh; (): position and rank are the same number. Of stage groups
-          each has its own.
-      searched: ``auto_parallel`` found the strategy, which is applied to the program before it is planned; otherwise
-        its scopes and settings say how it is divided.
-      predicted: seconds and bytes of a step, if `whale plan` knew the machine.
-      declined: kernels that ranks do not take, since they measured slower (see ``whale.kernels.choices``).
-      lent_threads: of rank 0, which alone computes, on the cores of all ranks of its host; 0: ranks lend nothing.
+      stage_groups: the groups of ranks that run a pipeline's stages; empty: all ranks run the whole program.
+      others: plans number 1, 2, ... of stage groups with another number of ranks or other rows; this plan is number 0.
+      edges: tensors sent between stage groups.
+      schedule: name of the pipeline schedule; "" without stages or with only one micro-batch.
+      micro_batches: number of micro-batches into which each rank cuts its rows.
+      microbatched: True if the plan's axis is time: its coordinates are the micro-batches of one rank. Such plans are
+        made on each rank and never saved.
+      offloaded: handle nodes of variables that stay in the host's memory beside an accelerator.
+      script: path and arguments of the script whose first step was planned by `whale plan`; empty if made otherwise.
+      strategy: the parallel strategy of the plan, with its settings; None if it was not recorded.
+      searched: True if ``auto_parallel`` found the strategy, which is then applied to the program before it is planned;
+        False if the user's scopes and settings say how to divide the program.
+      predicted: predicted seconds and bytes of a step; None if `whale plan` did not know the machine.
+      axis: name of the mesh axis.
+      routed: nodes that exchange rows of a table by their ids -> bytes that they are expected to move.
+      updates: (number of fused updates on the first rank, number of variables that they write), if requested.
+      declined: kernels of Whale that ranks do not use, as they measured slower (see ``whale.kernels.choices``).
+      rank_order: the rank at each position of the mesh; () if positions and ranks have the same numbers. Stage groups
+        list their own ranks.
+      lent_threads: number of threads with which rank 0 alone computes, on the cores of all ranks of its host; 0: every
+        rank computes on its own cores.
     """
 
     program: str
@@ -166,31 +210,34 @@ class Plan:
 
     @property
     def ranks(self) -> int:
-        """Returns the number of ranks of the plan."""
+        """Returns the number of ranks that run the plan, over all stage groups."""
         if self.stage_groups:
             return sum(len(group.ranks) for group in self.stage_groups)
         return self.mesh_size
 
     @property
     def mesh_size(self) -> int:
-        """Returns the number of ranks of all axes together; in a pipeline, those of a stage group."""
+        """Returns the number of ranks on this axis and all inner axes together; in a pipeline, those of one stage
+        group.
+        """
         return self.size if self.inner is None else self.size * self.inner.mesh_size
 
     @property
     def mesh_ranks(self) -> tuple[int, ...]:
-        """Returns the rank at each position of the mesh of a plan without stages."""
+        """Returns the rank at each position of the mesh, for a plan without stages."""
         return self.rank_order or tuple(range(self.mesh_size))
 
     @property
     def own_bytes(self) -> int:
-        """Returns the bytes that a step moves along the plan's own axis; for exchanged rows of tables, the expected
-        ones.
+        """Returns the logical bytes that a step moves along the plan's own axis, over all ranks.
+
+        Exchanges of table rows count with their expected bytes.
         """
         return sum(r.bytes * self.repeats.get(r.key, 1) for r in self.reshards) + sum(self.routed.values())
 
     @property
     def logical_bytes(self) -> int:
-        """Returns the bytes that a step moves between ranks in total (a reshard inside a loop is counted once)."""
+        """Returns the logical bytes that a step moves between ranks in total; a reshard in a loop counts once."""
         return self.own_bytes + self.inner_bytes + sum(e.bytes for e in self.edges)
 
     def find_group_plan(self, group: StageGroup) -> Plan:
@@ -199,8 +246,10 @@ class Plan:
 
     @property
     def split_flops_fraction(self) -> float:
-        """Returns the share of the FLOPs of matrix products and convolutions that is divided over the ranks; 1.0
-        without any.
+        """Returns the fraction of the FLOPs of matrix products and convolutions that is divided over ranks; 1.0 if it
+        has none.
+
+        On several axes it is the smallest fraction over the axes.
         """
         if self.inner is not None and self.inner.split_flops_fraction < 1.0:
             return min(self.inner.split_flops_fraction, self.split_flops / self.total_flops if self.total_flops else 1)
@@ -208,12 +257,12 @@ class Plan:
 
     @cached_property
     def reshard_of(self) -> dict[tuple[str, Ref, Placement], Reshard]:
-        """Maps (graph, tensor, placement) to the reshard that yields it, if one is needed."""
+        """Maps (graph, tensor, wanted placement) to the reshard that yields the tensor in that placement."""
         return {(r.graph, r.ref, r.target): r for r in self.reshards if r.source != r.target}
 
     @cached_property
     def groups(self) -> dict[int, tuple[Reshard, ...]]:
-        """Maps the number of each fused collective to its members, in order."""
+        """Maps the number of each fused collective to the reshards fused in it, in order."""
         table: dict[int, list[Reshard]] = {}
         for r in self.reshards:
             if r.group >= 0:
@@ -222,15 +271,17 @@ class Plan:
 
     @cached_property
     def place_in_group(self) -> dict[tuple[int, str], int]:
-        """Maps (group, key) to the position of the reshard of this key in the group's collective."""
+        """Maps (number of a fused collective, key of a reshard) to the reshard's position among those fused."""
         return {(g, member.key): i for g, members in self.groups.items() for i, member in enumerate(members)}
 
     def save(self, path: str | Path) -> None:
-        """Writes the plan as a plan file (see ``load_plan``)."""
+        """Writes the plan to a plan file, which ``load_plan`` reads."""
         Path(path).write_bytes(file_text(self.record()))
 
     def record(self) -> PlanRecord:
-        """Returns the plan's fields in a plan file: its strategy and prediction beside the layouts of its program."""
+        """Returns the content of the plan file: strategy, prediction and script at the top level, the layouts under
+        "program".
+        """
         sizes = next((b.placement.sizes for b in self.batch_inputs if isinstance(b.placement, Shard)), ())
         return PlanRecord(
             kind=KIND,
@@ -244,7 +295,9 @@ class Plan:
         )
 
     def to_json(self) -> bytes:
-        """Encodes the plan as one JSON object, which ``plan_from_json`` reads; equal strategies are written once."""
+        """Encodes the plan as one JSON object, which ``plan_from_json`` decodes; equal strategies of nodes are written
+        once.
+        """
         return msgspec.json.encode(_encode(self))
 
 
@@ -301,9 +354,10 @@ def _encode(plan: Plan) -> ProgramLayouts:
 
 
 class ProgramLayouts(msgspec.Struct, omit_defaults=True):
-    """The layouts of all tensors of a program: the JSON form of a plan.
+    """Holds the JSON form of a plan: the layouts of all tensors of a program.
 
-    Strategies of nodes are stored once and referred to by number, since most nodes share a few.
+    ``strategy_table`` stores each distinct node strategy once; ``graphs`` refers to it by number, since most nodes
+    share a few strategies.
     """
 
     program: str
@@ -348,14 +402,17 @@ class ProgramLayouts(msgspec.Struct, omit_defaults=True):
 
 
 class PlanRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """The part of a plan file that plans of programs and of described models share.
+    """Holds the content of a plan file, for a captured program or for a model described by hyper-parameters.
 
     Attributes:
-      strategy: how a step is divided over devices; planner: who chose it: ``auto_parallel``, ``scopes`` (with the
-        settings of the script), or a search for a described model.
-      batch: rows of a step; 0: it has none that are divided.
-      predicted: the prediction of a step; None: there is none.
-      script: path from the plan's folder, and arguments, of the script whose first step it is; () without one.
+      kind: always "whale-plan".
+      format_version: version of the file format, as major.minor.
+      strategy: how a step is divided over devices.
+      planner: who chose the strategy: ``auto_parallel``, ``scopes`` (with the settings of the script), or the name of a
+        search for a described model.
+      batch: rows of a step; 0 if no input's rows are divided.
+      predicted: the prediction of a step; None if there is none.
+      script: path of the script relative to the plan's folder, and its arguments; () without a script.
       program: the layouts of all tensors of a program; None for a described model.
     """
 
@@ -370,10 +427,10 @@ class PlanRecord(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def plan(self) -> Plan | None:
-        """Returns the plan of a program; None for a described model.
+        """Returns the plan of a captured program; None if the file is of a described model.
 
         Raises:
-          ValueError: the layouts are not those of a plan.
+          ValueError: the layouts in the file do not form a plan.
         """
         if self.program is None:
             return None
@@ -388,7 +445,7 @@ class PlanRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def file_text(record: PlanRecord) -> bytes:
-    """Serialises a plan file: the same bytes for the same plan."""
+    """Encodes a plan file as indented, sorted JSON: equal plans give equal bytes."""
     return msgspec.json.format(msgspec.json.encode(record, order="sorted"), indent=1) + b"\n"
 
 
@@ -396,10 +453,10 @@ _Record = TypeVar("_Record", bound=PlanRecord)
 
 
 def record_from_text(data: bytes, kind: type[_Record]) -> _Record:
-    """Parses the text of a plan file.
+    """Decodes the bytes of a plan file into a record of type ``kind``.
 
     Raises:
-      ValueError: it is not a plan file, or has another format version.
+      ValueError: the bytes are not a plan file, or one of another major format version.
     """
     try:
         head = msgspec.json.decode(data, type=_PlanHead)
@@ -415,7 +472,11 @@ def record_from_text(data: bytes, kind: type[_Record]) -> _Record:
 
 
 def plan_from_json(data: bytes) -> Plan:
-    """Inverse of ``Plan.to_json``; raises ValueError if the data are not a plan."""
+    """Decodes the JSON of ``Plan.to_json``.
+
+    Raises:
+      ValueError: the data are not a plan.
+    """
     try:
         return _decode(msgspec.json.decode(data, type=ProgramLayouts))
     except (ValueError, RecursionError) as e:
@@ -430,10 +491,10 @@ def _decode(f: ProgramLayouts) -> Plan:
 
 
 def strategy_of(plan: Plan) -> ParallelStrategy:
-    """Derives the strategy of a program's plan from its layouts.
+    """Derives the parallel strategy of a plan from its layouts, for plans whose strategy was not recorded.
 
-    That is its stages, replicas, ranks that divide tensors, rows and micro-batches. The layers of a stage are numbers
-    of stages of the program.
+    The result has the plan's stages, replicas, tensor-parallel ranks, rows and micro-batches. A stage of the program
+    counts as one layer, so layer ranges are numbers of stages.
     """
     groups = plan.stage_groups or (StageGroup("", plan.mesh_ranks, ()),)
     divided = tuple(dict.fromkeys(t.scope for t in plan.task_graphs if t.kind == "split"))
@@ -523,13 +584,16 @@ class _PlanHead(msgspec.Struct):
 
 
 def load_plan(path: str | Path) -> Plan:
-    """Reads the plan of a program that ``Plan.save`` wrote.
+    """Reads the plan of a program from a plan file.
 
     Raises:
-      FileNotFoundError: no such file.
-      ValueError: not a plan, of another format version, or of a described model.
+      FileNotFoundError: there is no such file.
+      ValueError: the file is not a plan, has another major format version, or is of a described model.
     """
     plan = record_from_text(Path(path).read_bytes(), PlanRecord).plan
     if plan is None:
-        raise ValueError("the plan is of a described model, not of a program")
+        raise ValueError(
+            f"{path} is the plan of a model described by hyper-parameters; "
+            "expected the plan of a program, as `whale plan SCRIPT -o FILE` writes it"
+        )
     return plan

@@ -1,4 +1,4 @@
-"""Formats a plan as text for people, on one screen."""
+"""Formats a plan as text for people, on about one screen, and explains and compares plans."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from whale.ir.strategy import format_count
 
 ROWS = 12  # operations, variables, and changes of layout listed at most
 
-MOST_OPS = 5  # explained at a time
-_WHY = 24  # characters of a line that are left for why an operation lies so, with the gaps between columns
+MOST_OPS = 5  # operations that are explained at a time
+_WHY = 24  # characters of a line that are kept free for the column "why" and the gaps between columns
 
 # Backends that carry out a reduction instead of Whale, in words.
 _THROUGH = {"horovod": "through Horovod"}
 
 
 def format_bytes(count: float) -> str:
-    """Formats bytes: 1536 -> '1.5 KiB'."""
+    """Formats a number of bytes: 1536 -> '1.5 KiB'."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(count) < 1024:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
@@ -38,7 +38,7 @@ def format_bytes(count: float) -> str:
 
 
 def format_flops(count: float) -> str:
-    """Formats FLOPs: 1500 -> '1.50 kFLOP'."""
+    """Formats a number of FLOPs: 1500 -> '1.50 kFLOP'."""
     for unit in ("FLOP", "kFLOP", "MFLOP", "GFLOP", "TFLOP"):
         if abs(count) < 1000:
             return f"{count:.0f} {unit}" if unit == "FLOP" else f"{count:.2f} {unit}"
@@ -47,7 +47,7 @@ def format_flops(count: float) -> str:
 
 
 def format_seconds(value: float) -> str:
-    """Formats seconds as a person reads them: 123 s, 1.23 s, 123.4 ms, 12 us."""
+    """Formats seconds in a unit fit for people: 123 s, 1.23 s, 123.4 ms, 12 us."""
     if value >= 100:
         return f"{value:.0f} s"
     if value >= 1:
@@ -56,15 +56,15 @@ def format_seconds(value: float) -> str:
 
 
 def format_change(seconds: float) -> str:
-    """Formats by how much a time changes: +12.3 ms, -1.20 s."""
+    """Formats a change of time with its sign: +12.3 ms, -1.20 s."""
     return f"{'-' if seconds < 0 else '+'}{format_seconds(abs(seconds))}"
 
 
 def fit(lines: Iterable[str], width: int) -> list[str]:
-    """Returns lines of ``width`` characters at most; longer ones go on in the next line, below a column of the first.
+    """Wraps lines to ``width`` characters, and aligns the continuation of a long line with a column of that line.
 
-    Columns are what two spaces or more separate: it is the last one that begins before the middle. A line without any
-    goes on a little further in than it begins.
+    Columns are separated by two or more spaces; the continuation is indented to the last column that begins in the left
+    half. A line without columns continues two spaces further in than it begins.
     """
     found: list[str] = []
     for line in lines:
@@ -89,7 +89,11 @@ def _find_verb(r: Reshard) -> str:
 
 
 def format_plan(plan: Plan, rows: int = 12) -> str:
-    """Formats a plan: devices, task graphs, batch inputs, layouts, communication with bytes, ops without a rule."""
+    """Formats a plan for `whale plan`: devices, task graphs, batch inputs, layouts, communication, memory, prediction.
+
+    Args:
+      rows: the most lines of a list of reshards or of ops without a rule; the rest is counted.
+    """
     out = [f"Plan for {plan.program}: {plan.ranks} rank{'s' * (plan.ranks != 1)}{_format_parallelism(plan)}"]
     if plan.lent_threads:
         out += _format_lending(plan)
@@ -173,7 +177,10 @@ def format_plan(plan: Plan, rows: int = 12) -> str:
 
 
 def format_short(plan: Plan) -> str:
-    """Formats a plan in a line or two: its parallelism, what moves, and the memory or the predicted time of a step."""
+    """Formats a plan in one or two lines: its parallelism, the bytes moved per step, and predicted time or memory.
+
+    Python's prompt shows this as the plan's ``repr``.
+    """
     first = format_plan(plan).partition("\n")[0].partition(" (")[0]
     splits = [s for nodes in plan.strategies.values() for s in nodes.values()]
     divided = sum(any(isinstance(p, Shard) for p in s.outputs) for s in splits)
@@ -198,7 +205,7 @@ Plan._repr_html_ = _format_unfolding  # type: ignore[attr-defined]
 
 
 def _format_parallelism(plan: Plan) -> str:
-    """Formats the degree of each kind of parallelism: ``: 2 stages x 2 replicas``; empty for one rank."""
+    """Formats the degree of each kind of parallelism: ``: 2 stages x 2 replicas``; "" for one rank."""
     if plan.lent_threads:
         return ": 1 computes"
     groups = plan.stage_groups
@@ -232,14 +239,14 @@ _MEANINGS = {
 
 
 def _explain_letters(layouts: Counter[str]) -> list[str]:
-    """Explains the letters of the layouts that occur."""
+    """Returns a line that explains the letters (S, B, P, O, own) of the placements that occur in the plan."""
     first = {layout[0] for layout in layouts}
     said = [text for letter, text in _MEANINGS.items() if letter in first]
     return [f"         {'; '.join(said)}"] if said else []
 
 
 def _format_task_graph_ranks(plan: Plan, graph: TaskGraph) -> str:
-    """Formats the ranks of a task graph; along an axis with others inside, its coordinates."""
+    """Formats the ranks that run a task graph; on a mesh of several axes, its coordinates on the outermost axis."""
     numbers = list(graph.devices)
     if plan.stage_groups or plan.inner is None:
         return f"ranks {numbers}" if numbers else "the ranks that need it"
@@ -247,7 +254,9 @@ def _format_task_graph_ranks(plan: Plan, graph: TaskGraph) -> str:
 
 
 def _format_mesh(plan: Plan, rows: int = 4) -> list[str]:
-    """Formats the axes: which ranks communicate along each, and the bytes moved in a step."""
+    """Formats the mesh, one line per axis: the groups of ranks that communicate along it, and the bytes moved in a
+    step.
+    """
     groups = plan.stage_groups
     plans = (plan, *plan.others)
     alike = len(plans) == 1
@@ -281,7 +290,9 @@ def _format_mesh(plan: Plan, rows: int = 4) -> list[str]:
 
 
 def format_prediction(plan: Plan, found: Prediction) -> list[str]:
-    """Formats the predicted step time of a program by rank, rows per second, the bottleneck, and a closing line."""
+    """Formats the prediction of a program's step: time and bytes by rank, rows per second, the bottleneck, a summary
+    line.
+    """
     out = format_step(found)
     sizes = [b.placement.sizes for b in plan.batch_inputs if isinstance(b.placement, Shard)]
     if sizes and plan.inner is None:
@@ -301,14 +312,16 @@ def format_prediction(plan: Plan, found: Prediction) -> list[str]:
 
 
 def _format_moves(plan: Plan, divided: int, moving: int) -> str:
-    """Counts the stages of a plan, its tensors that are split, and those that move."""
+    """Formats the number of stages, of sharded tensors, of reshards, and of tensors sent between stages."""
     stages = [format_count(len(plan.stage_groups), "stage")] if plan.stage_groups and not plan.lent_threads else []
     sent = [f"{format_count(len(plan.edges), 'tensor')} sent {_name_edges(plan)}"] if plan.edges else []
     return ", ".join([*stages, f"{format_count(divided, 'tensor')} split", format_count(moving, "reshard"), *sent])
 
 
 def format_step(found: Prediction) -> list[str]:
-    """Formats the predicted time of a step, and each rank's activities in it."""
+    """Formats the predicted time of a step, and a line for each of the first eight ranks: kernels, communication,
+    memory.
+    """
     out = [f"Predicted on {found.where}: {format_seconds(found.step_s)} a step"]
     if found.likely_s is not None:
         low, high = map(format_seconds, found.likely_s)
@@ -324,7 +337,7 @@ def format_step(found: Prediction) -> list[str]:
 
 
 def _format_memory(plan: Plan) -> list[str]:
-    """Formats the memory of the fullest rank, and of the others if they differ."""
+    """Formats the predicted peak memory of the fullest rank, and of the others if they differ by over 1 %."""
     if not plan.memory:
         return []
     totals = [sum(row) for row in zip(*plan.memory.values())]
@@ -344,7 +357,7 @@ def _name_edges(plan: Plan) -> str:
 
 
 def _format_lending(plan: Plan) -> list[str]:
-    """Formats which rank computes, on whose cores, and what the others receive of it in a step."""
+    """Formats a plan in which rank 0 alone computes: its threads, and what the other ranks receive in a step."""
     lenders = plan.ranks - 1
     received = f"{format_count(len(plan.edges), 'tensor')}, {format_bytes(sum(e.bytes for e in plan.edges))} a step"
     return [
@@ -355,7 +368,7 @@ def _format_lending(plan: Plan) -> list[str]:
 
 
 def _format_stages(plan: Plan) -> list[str]:
-    """Formats the ranks of each stage, and the tensors sent between them."""
+    """Formats the ranks of each stage group, the tensors sent between groups, and the schedule."""
     ranks = sorted({len(group.ranks) for group in plan.stage_groups})
     many = " and ".join(map(str, ranks))
     out = [f"Stages over {len(plan.stage_groups)} groups of {many} rank{'s' * (ranks != [1])}"]
@@ -403,18 +416,19 @@ def _format_change(r: Reshard) -> str:
 
 
 def _shorten(name: str, limit: int = 44) -> str:
-    """Shortens a long name to its end, which tells more than its beginning."""
+    """Shortens a name to ``limit`` characters, keeping its end, which says more than its beginning."""
     return name if len(name) <= limit else "..." + name[3 - limit :]
 
 
 def find_ops(plan: Plan, pattern: str) -> list[str]:
-    """Finds the plan's nodes whose names match a pattern (`*` and `?` as in file names), or else contain it.
+    """Returns the names of the plan's nodes that match a pattern with `*` and `?`; if none match, those that contain
+    it.
 
-    A pattern matches the whole name, or the part behind a scope's name: `dense*MatMul` matches `model/dense_1/MatMul`
-    too.
+    The pattern has to match the whole name, or the name below some scope: `dense*MatMul` matches
+    `model/dense_1/MatMul`.
 
     Raises:
-        PlanError: there is none.
+        PlanError: no node matches or contains the pattern.
     """
     names = list(plan.strategies.get("", {}))
     matching = [n for n in names if fnmatch.fnmatchcase(n, pattern) or fnmatch.fnmatchcase(n, f"*/{pattern}")]
@@ -430,8 +444,9 @@ def find_ops(plan: Plan, pattern: str) -> list[str]:
 
 
 def list_op_rows(plan: Plan, width: int = 120) -> list[str]:
-    """Returns a row for each operation: its layout, the bytes that resharding its operands and results moves, its
-    origin; ``width`` characters a line.
+    """Returns a table with a row for each operation, in lines of ``width`` characters at most.
+
+    The columns are the operation's name, its layout, the bytes moved by reshards of its results, and why it lies so.
     """
     moved: dict[str, int] = {}
     for r in plan.reshards:
@@ -443,17 +458,17 @@ def list_op_rows(plan: Plan, width: int = 120) -> list[str]:
         sent = format_bytes(moved[name]) if moved.get(name) else ""
         cells.append((_shorten(name, most), format_layout(s), sent, s.why))
     sizes = [max(len(row[i]) for row in cells) for i in range(3)]
-    # Where not all can stand in a line, the few rows with long layouts go on in a second one.
+    # If the columns are wider than the line, the few rows with long layouts continue in a second line.
     sizes[1] = min(sizes[1], max(16, width - sizes[0] - sizes[2] - _WHY))
     rows = [f"{a:{sizes[0]}}  {b:{sizes[1]}}  {c:>{sizes[2]}}  {d}" for a, b, c, d in cells]
     return fit(rows, width)
 
 
 def explain_operations(plan: Plan, pattern: str) -> list[str]:
-    """Describes the layouts in a saved plan of the operations that a pattern matches.
+    """Describes the layouts and reshards of the operations of a saved plan that match a pattern (see ``find_ops``).
 
     Raises:
-        PlanError: there is none.
+        PlanError: no operation matches.
     """
     lines: list[str] = []
     found = find_ops(plan, pattern)
@@ -465,12 +480,16 @@ def explain_operations(plan: Plan, pattern: str) -> list[str]:
 
 
 def format_layout(s: Strategy) -> str:
-    """Formats a strategy as text."""
+    """Formats a node's strategy as ``operand placements -> output placements``, or "first rank only"."""
     return "first rank only" if s.once else str(s)
 
 
 def explain_operation(plan: Plan, name: str, node: Node | None) -> list[str]:
-    """Describes an operation's layout and the reshards of its results, and of its operands if ``node`` is given."""
+    """Describes the layout of one operation, and the reshards of its results.
+
+    Args:
+        node: the operation in the program, whose operands' reshards are described too; None if only the plan is known.
+    """
     s = plan.strategies[""][name]
     lines = [f"  layout   {format_layout(s)}   ({s.why})"]
     read = set(node.inputs) if node is not None else set()
@@ -491,7 +510,9 @@ def _format_move(r: Reshard, plan: Plan) -> str:
 
 
 def list_changed_layouts(one: Plan, other: Plan) -> list[str]:
-    """Lists how the batch, stages, layouts and communication of two programs' plans differ; []: they are equal."""
+    """Lists how two plans differ: batch, stages, layouts of variables and operations, reshards, memory; [] if they do
+    not.
+    """
     lines = []
     if one.program == other.program and one.fingerprint != other.fingerprint:
         lines.append("  the programs of that name are not equal")
@@ -517,7 +538,7 @@ def list_changed_layouts(one: Plan, other: Plan) -> list[str]:
 
 
 def _list_groups(plan: Plan) -> str:
-    """Describes which ranks are together: in groups of an inner axis, or in stages."""
+    """Describes which ranks form groups: those of each stage, or those along the inner axis."""
     if plan.stage_groups:
         return ", ".join(f"{p.name} on {list(p.ranks)}" for p in plan.stage_groups)
     return f"{plan.size} groups of {plan.inner.size}" if plan.inner is not None else "none"

@@ -1,7 +1,7 @@
-"""Defines predictions of one training step under a strategy, in the same form for all evaluators.
+"""Defines the prediction of one training step under a strategy, in one form for all evaluators.
 
-A described model is evaluated by formulas and a schedule (`cost_model.analytic.evaluate`), a program by simulating
-the ranks' programs (`cost_model.graph.predict`).
+A model described by hyper-parameters is evaluated by formulas and a schedule (`cost_model.analytic.evaluate`); a
+captured program by simulating the ranks' programs (`cost_model.graph.predict`).
 """
 
 from __future__ import annotations
@@ -10,13 +10,17 @@ import msgspec
 
 
 class RankPrediction(msgspec.Struct, frozen=True):
-    """What a rank, or each of `count` equal ones, does and holds in a step.
+    """Holds the predicted time and memory of one rank in a step, or of each of `count` equal ranks.
 
     Attributes:
-        end_s: when its step ends; compute_s: its kernels; exchange_s: its communication, without waiting.
-        peak_bytes: the most that it holds; resident_bytes: what it holds between steps.
-        limit_bytes: of its device; 0: not known.
-        name: of its stage and device, where several ranks are one entry.
+        end_s: time from the beginning of the step until the rank ends, in seconds.
+        compute_s: seconds in kernels.
+        exchange_s: seconds in communication, without waiting for other ranks.
+        peak_bytes: largest number of bytes that the rank holds at once.
+        resident_bytes: bytes that the rank holds between steps.
+        limit_bytes: memory of the rank's device; 0 if unknown.
+        count: number of ranks that the entry stands for.
+        name: stage and device of the ranks, if the entry stands for several.
     """
 
     end_s: float
@@ -30,16 +34,20 @@ class RankPrediction(msgspec.Struct, frozen=True):
 
 
 class Prediction(msgspec.Struct, frozen=True):
-    """The prediction of a step, and the hardware that it is for.
+    """Holds the prediction of a step. Compute, communication, bubble and update seconds add up to ``step_s``.
 
     Attributes:
-        where: a cluster of the catalogue, or a measured machine.
-        step_s: the whole step; compute_s, communication_s, bubble_s and update_s add up to it.
-        compute_s: kernels of the busiest stage, or of the slowest rank.
-        communication_s: what that sends and sums and no kernel hides; bubble_s: in which it waits for others.
-        update_s: of the optimizer, after the last pass; a program's is among its kernels.
-        lacking_bytes: by how much the fullest device is too small; not positive: all have room, or nobody asked.
-        likely_s: nine of ten steps lie between; None: such steps were not compared.
+        where: the hardware: a cluster of the catalogue, or a measured machine.
+        step_s: seconds of the whole step.
+        ranks: predictions of single ranks.
+        likely_s: (low, high) seconds within which nine of ten measured steps lie; None if no steps were compared.
+        compute_s: seconds in kernels, of the busiest stage or the slowest rank.
+        communication_s: seconds in which that stage or rank communicates and no kernel hides it.
+        bubble_s: seconds in which it waits for other ranks.
+        update_s: seconds of the optimizer after the last backward pass; 0 for captured programs, where kernels include
+          it.
+        lacking_bytes: bytes by which the fullest device is too small; not positive if all fit, or if memory was not
+          checked.
     """
 
     where: str
@@ -54,12 +62,14 @@ class Prediction(msgspec.Struct, frozen=True):
 
     @property
     def fits(self) -> bool:
-        """Tells whether all devices have room."""
+        """Returns True if the step fits into the memory of all devices."""
         return self.lacking_bytes <= 0
 
     @property
     def parts_s(self) -> dict[str, float]:
-        """Returns the seconds of a step by what they go to; they add up to it."""
+        """Returns the seconds of the step by activity: compute, communication, bubble and update; they add up to
+        ``step_s``.
+        """
         return {
             "compute": self.compute_s,
             "communication": self.communication_s,

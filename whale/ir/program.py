@@ -1,5 +1,6 @@
-"""Defines a captured program: nodes with global shapes, variables, inputs, fetches, functions (bodies of While and
-If).
+"""Defines a captured program: nodes with global shapes, variables, inputs, outputs, and functions.
+
+Functions are the bodies of loops, branches and calls. The representation needs no TensorFlow.
 """
 
 from __future__ import annotations
@@ -17,13 +18,14 @@ from whale.ir.marks import NO_MARKS, Marks
 from whale.ir.ops import IDENTITIES
 from whale.ir.values import DType, Func, Tensor, TensorType
 
-# TensorFlow's mark of a call that XLA compiles; here also of a node of such a function that has to be compiled again.
+# TensorFlow's attribute of a call that XLA compiles; Whale also sets it on nodes inlined from such a call, which are
+# to be compiled again.
 COMPILED = "_XlaMustCompile"
-PRODUCT = "whale_product"  # behind the name of a node: a product of matrices that computes what it did
+PRODUCT = "whale_product"  # suffix of the name of a matrix product that computes what another node did
 
 
 class Ref(NamedTuple):
-    """Output ``index`` of node ``node``."""
+    """Refers to a tensor: output number ``index`` of the node called ``node``; as text ``node:index``."""
 
     node: str
     index: int = 0  # type: ignore[assignment]  # hides tuple.index, of which a pair has no need
@@ -34,7 +36,19 @@ class Ref(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """One operation. ``controls`` are names of nodes that run before it; ``scope`` is the path of the user's scopes."""
+    """Represents one operation of a graph.
+
+    Attributes:
+      name: unique in its graph.
+      op: TensorFlow's or Whale's op type.
+      inputs: the operands.
+      controls: names of nodes that must run before (control edges).
+      attrs: attributes, as the plain values of ``whale.ir.values``.
+      outputs: dtype and shape of each output.
+      scope: path of the user's annotation scopes around the node.
+      stateful: as in the op's definition.
+      marks: what Whale's passes record about the node.
+    """
 
     name: str
     op: str
@@ -51,8 +65,8 @@ class Node:
         return replace(self, marks=self.marks.replace_marks(**marks))
 
     def list_refs(self) -> tuple[Ref, ...]:
-        """Returns its outputs, as references."""
-        if len(self.outputs) == 1:  # of nearly all nodes
+        """Returns references to all outputs of the node."""
+        if len(self.outputs) == 1:  # nearly all nodes have one
             return (Ref(self.name, 0),)
         return tuple([Ref(self.name, i) for i in range(len(self.outputs))])
 
@@ -60,7 +74,11 @@ class Node:
 def make_const(
     name: str, value: np.ndarray | Tensor, dtype: str | None = None, controls: tuple[str, ...] = (), scope: str = ""
 ) -> Node:
-    """Creates a Const node. ``dtype``: for arrays whose NumPy dtype is ambiguous, such as bfloat16's."""
+    """Creates a Const node.
+
+    Args:
+      dtype: the element type, for arrays whose NumPy dtype does not name it, such as bfloat16; None: that of the array.
+    """
     tensor = value if isinstance(value, Tensor) else Tensor.from_numpy(value, dtype)
     attrs = {"dtype": DType(tensor.dtype), "value": tensor}
     return Node(name, "Const", (), controls, attrs, (TensorType(tensor.dtype, tensor.shape),), scope)
@@ -68,7 +86,14 @@ def make_const(
 
 @dataclass(frozen=True, slots=True)
 class Variable:
-    """A variable of the program: the node that yields its resource handle, and the type of its value."""
+    """Represents a variable of a program.
+
+    Attributes:
+      node: name of the node that yields the resource handle.
+      name: the variable's own name.
+      type: dtype and shape of its value.
+      scope: path of the user's annotation scopes around it.
+    """
 
     node: str
     name: str
@@ -78,11 +103,16 @@ class Variable:
 
 @dataclass(frozen=True)
 class Program:
-    """A static graph for one device.
+    """Represents a static graph for one device: a captured training step, or the body of a function.
 
-    ``nodes`` are in topological order. ``inputs`` are names of Placeholder nodes, in call order; ``outputs`` are the
-    tensors that the caller fetches; ``effects`` are nodes that run for their side effects (updates, prints). In a body
-    of ``functions`` the inputs are its arguments.
+    Attributes:
+      name: the program's name.
+      nodes: in topological order.
+      inputs: names of Placeholder nodes, in the order of the call's arguments.
+      variables: the variables that the program uses.
+      outputs: the tensors that the caller fetches.
+      effects: names of nodes that run for their side effects, such as updates and prints.
+      functions: the functions that nodes refer to, by name.
     """
 
     name: str
@@ -95,19 +125,19 @@ class Program:
 
     @cached_property
     def by_name(self) -> dict[str, Node]:
-        """Maps node names to nodes, of this graph without the bodies of its functions."""
+        """Maps node names to the nodes of this graph; nodes of its functions are not included."""
         return {n.name: n for n in self.nodes}
 
     @cached_property
     def ops(self) -> frozenset[str]:
-        """The op types of this graph, without the bodies of its functions: passes that find none of theirs change
-        nothing.
+        """Returns the op types in this graph, without its functions, so that a pass can skip a program without its op
+        types.
         """
         return frozenset([n.op for n in self.nodes])
 
     @cached_property
     def consumers(self) -> dict[Ref, list[tuple[Node, int]]]:
-        """Maps each tensor to the nodes (and operand numbers) that read it."""
+        """Maps each tensor to its readers, as (node, operand number)."""
         table: dict[Ref, list[tuple[Node, int]]] = {}
         for node in self.nodes:
             for i, ref in enumerate(node.inputs):
@@ -116,19 +146,21 @@ class Program:
 
     @cached_property
     def variable_of(self) -> dict[str, Variable]:
-        """Maps handle node names to variables."""
+        """Maps the name of each variable's handle node to the variable."""
         return {v.node: v for v in self.variables}
 
     def find_type(self, ref: Ref) -> TensorType:
-        """Returns element type and shape of an output of a node.
+        """Returns the dtype and shape of a tensor.
 
         Raises:
-          KeyError: this graph has no such node.
+          KeyError: this graph has no node of that name.
         """
         return self.by_name[ref.node].outputs[ref.index]
 
     def const(self, ref: Ref) -> Any | None:
-        """Returns the value of ``ref`` as a NumPy array if it is a constant, looking through Identity; else None."""
+        """Returns the value of a constant tensor as a NumPy array, looking through Identity nodes; None if it is no
+        constant.
+        """
         node = self.by_name.get(ref.node)
         while node is not None and node.op in IDENTITIES and node.inputs:
             node = self.by_name.get(node.inputs[0].node)
@@ -138,12 +170,16 @@ class Program:
         return value.numpy() if isinstance(value, Tensor) else None
 
     def replace_nodes(self, nodes: tuple[Node, ...], **changes: Any) -> Program:
-        """Returns the program with other nodes, in topological order, and with other fields named in ``changes``."""
+        """Returns the program with these nodes, which must be in topological order, and with other fields from
+        ``changes``.
+        """
         return replace(self, nodes=nodes, **changes)
 
 
 def iterate_function_refs(node: Node) -> Iterator[tuple[str, Func]]:
-    """Yields the attributes of a node that name functions, as (attribute, Func); branches of a Case come one by one."""
+    """Yields (attribute name, ``Func``) for each function that a node's attributes name; each branch of a Case
+    separately.
+    """
     for key, value in node.attrs.items():
         if isinstance(value, Func):
             yield key, value
@@ -153,7 +189,7 @@ def iterate_function_refs(node: Node) -> Iterator[tuple[str, Func]]:
 
 
 def find_called_functions(nodes: Iterable[Node], functions: Mapping[str, Program]) -> dict[str, Program]:
-    """Returns those of ``functions`` that nodes call, directly or in functions that these call, by name."""
+    """Returns those of ``functions`` that the nodes call, directly or through other functions, by name."""
     found: dict[str, Program] = {}
     # Attributes are decoded when they are read, which is worth it only where there is a function to find.
     waiting = [func.name for node in nodes for _, func in iterate_function_refs(node)] if functions else []
@@ -167,7 +203,7 @@ def find_called_functions(nodes: Iterable[Node], functions: Mapping[str, Program
 
 
 def rename_nodes(program: Program, names: Mapping[str, str]) -> Program:
-    """Renames the nodes of ``program`` in ``names``; its functions are unchanged."""
+    """Returns ``program`` with nodes renamed by the map ``names`` (old -> new); its functions are not changed."""
     if not names:
         return program
     refs: dict[Ref, Ref] = {}
@@ -198,7 +234,7 @@ def rename_nodes(program: Program, names: Mapping[str, str]) -> Program:
 
 
 def sort_nodes(nodes: Mapping[str, Node]) -> tuple[Node, ...]:
-    """Sorts ``nodes`` so that each comes after its operands; keeps the mapping's own order if that is valid.
+    """Sorts nodes topologically, by operands and control edges; keeps the mapping's order if that is valid already.
 
     Raises:
       PlanError: the nodes form a cycle.
@@ -214,10 +250,11 @@ def sort_nodes(nodes: Mapping[str, Node]) -> tuple[Node, ...]:
 
 
 def _sort_topologically(nodes: Mapping[str, Node]) -> tuple[Node, ...]:
-    """Sorts in the order of ``graphlib``, in a third of its time: nodes without predecessors, then those that are
-    ready, ...
+    """Sorts nodes level by level: those without predecessors, then those that became ready, and so on, as ``graphlib``
+    does.
 
-    Dictionaries keep order where sets do not: all processes have to sort alike.
+    It takes a third of the time of ``graphlib``. Dictionaries keep an order where sets do not, so that all processes
+    sort alike.
     """
     waits_for: dict[str, int] = {}
     after: dict[str, list[str]] = {name: [] for name in nodes}
@@ -244,7 +281,11 @@ def _sort_topologically(nodes: Mapping[str, Node]) -> tuple[Node, ...]:
 
 
 def _refuse_cycle(before: Mapping[str, Iterable[str]]) -> None:
-    """Raises PlanError with the names of a cycle."""
+    """Raises PlanError with the names of the nodes of a cycle.
+
+    Args:
+      before: node name -> names of its predecessors; must contain a cycle.
+    """
     try:
         TopologicalSorter(before).prepare()
     except CycleError as error:
@@ -253,15 +294,19 @@ def _refuse_cycle(before: Mapping[str, Iterable[str]]) -> None:
             "operations would wait for each other",
             op=" -> ".join(cycle[:6]) + (" ..." if len(cycle) > 6 else ""),
             expected="an order in which each comes after what it reads",
-            action="leave out one of the step's features (an axis of the mesh, micro-batches, recompute), or give each "
-            "rank rows; and please report it, with the script",
+            action="turn off one feature of the step (an axis of the mesh, micro-batches or recompute), or give every "
+            "rank rows of the batch; and please report the script",
         ) from None
 
 
 def rewire(program: Program, nodes: Mapping[str, Node], moved: Mapping[Ref, Ref]) -> Program:
-    """Replaces the nodes of ``program``, sorted; readers of a tensor in ``moved`` read its replacement.
+    """Returns ``program`` with other nodes, in which readers of a tensor in ``moved`` read the tensor that replaces it.
 
-    Nodes that wait for a removed node wait for the one that makes the replacement of its first tensor.
+    A control edge from a removed node becomes one from the node that makes the replacement of its first output.
+
+    Args:
+      nodes: the new nodes, in any order; they are sorted and still refer to the old tensors.
+      moved: old tensor -> new tensor.
     """
     names = {old.node: new.node for old, new in moved.items() if old.index == 0 and old.node not in nodes}
 
@@ -286,7 +331,7 @@ def rewire(program: Program, nodes: Mapping[str, Node], moved: Mapping[Ref, Ref]
 
 
 def remove_unread(program: Program, names: Collection[str]) -> Program:
-    """Removes those nodes of ``program`` with ``names`` that no node reads or waits for, and that are not returned."""
+    """Returns ``program`` without those of the nodes called ``names`` that nothing reads, waits for or fetches."""
     needed = {*(r.node for r in program.outputs), *program.effects}
     kept: list[Node] = []
     for node in reversed(program.nodes):
@@ -299,7 +344,7 @@ def remove_unread(program: Program, names: Collection[str]) -> Program:
 
 
 def find_waited_for(program: Program, names: Iterable[str]) -> set[str]:
-    """Returns the nodes of these names, and all their predecessors."""
+    """Returns the names of these nodes and of all their predecessors, through operands and control edges."""
     found: set[str] = set()
     stack = list(names)
     by_name = program.by_name
@@ -315,10 +360,12 @@ def find_waited_for(program: Program, names: Iterable[str]) -> set[str]:
 
 
 def remove_work(program: Program, done: Collection[str], and_before: bool = False) -> Program:
-    """Removes the work of the nodes of these names from ``program``; the nodes stay.
+    """Returns ``program`` with the named nodes turned into NoOps, so that they do nothing but keep their place in the
+    order.
 
     Args:
-      and_before: also remove their predecessors, if no other node needs them.
+      done: names of the nodes.
+      and_before: also remove the nodes before them, unless another node needs these.
     """
     if not done:
         return program
@@ -333,8 +380,10 @@ def remove_work(program: Program, done: Collection[str], and_before: bool = Fals
 
 
 def prune(program: Program) -> Program:
-    """Removes the nodes that no output or effect needs (program inputs stay), and the functions that only these
+    """Returns ``program`` without nodes that no output or effect needs, and without functions that only such nodes
     call.
+
+    The program's inputs always stay.
     """
     needed = find_waited_for(program, [*(r.node for r in program.outputs), *program.effects])
     needed.update(program.inputs)

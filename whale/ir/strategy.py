@@ -1,17 +1,17 @@
 """Defines ParallelStrategy: how one training step is divided over devices, for any kind of model and planner.
 
-The planner chooses it, for models described by hyper-parameters and for captured programs; plan files contain
-it, reports show it, the cost model evaluates it, and compilation implements it.
+Planners choose a strategy, for models described by hyper-parameters and for captured programs. Plan files contain it,
+reports show it, the cost model evaluates it, and compilation implements it.
 
     Recompute, Offload   what is recomputed, and what is offloaded to the hosts' memory
-    DeviceGroup          equal devices of a stage: replicas, and the ranks that divide tensors in each
+    DeviceGroup          equal devices of a stage: replicas, and the tensor-parallel ranks of each
     Stage                consecutive layers on some devices
     ParallelStrategy     stages, micro-batches, ZeRO, recompute, offload: the whole decision
     ChosenStrategy       the strategy of a program, with the prediction made when it was chosen
-    Degrees              a strategy with equal stages, as a job file says it
+    Degrees              a strategy with equal stages, as a job file writes it
 
-Layers are those of a described model, or the weights of a program in the order of its forward pass (`chain` of
-`whale.planner.graph_search.pipelines`).
+Layers are those of a described model; of a captured program they are the weights in the order of the forward pass
+(`chain` of `whale.planner.graph_search.pipelines`).
 
 Decision: 0145.
 """
@@ -28,19 +28,19 @@ from msgspec import Meta
 
 from whale.errors import PlanError
 
-# What is computed again for the backward pass: nothing; the scores of attentions; each layer; what is chosen by bytes;
-# all but what the program marks; what stages do not send to each other. A program that is to compute scores or layers
-# again has that chosen by bytes, as it has no layers.
+# What is recomputed for the backward pass. none: nothing; selective: attention scores; full: every layer; auto:
+# activations chosen by their bytes; marked: all activations but those that the program marks to be stored; stage: all
+# but the tensors that stages send to each other. A captured program has no layers: there selective and full mean auto.
 Recompute = Literal["none", "selective", "full", "auto", "marked", "stage"]
-# What lies in the hosts' memory and is updated there: nothing; the optimizer's state; weights and gradients as well;
-# tables of which a step reads rows, with their state.
+# What is stored and updated in the hosts' memory. none: nothing; optimizer: the optimizer's state; parameters: weights
+# and gradients as well; tables: tables of which a step reads rows, with their optimizer state.
 Offload = Literal["none", "optimizer", "parameters", "tables"]
 
-Count = Annotated[int, Meta(ge=1)]  # files are checked by it, values made by hand in __post_init__
+Count = Annotated[int, Meta(ge=1)]  # msgspec checks files by this bound; __post_init__ checks objects made in code
 Zero = Annotated[int, Meta(ge=0, le=3)]
-MOST_MICRO_BATCHES = 100_000  # of a replica, whose schedule is written out
+MOST_MICRO_BATCHES = 100_000  # per replica and step; a schedule lists all of them
 
-# As a line of text says it.
+# How summaries of one line name each kind of offload.
 _OFFLOADED = {
     "none": "",
     "optimizer": ", state offloaded",
@@ -50,11 +50,13 @@ _OFFLOADED = {
 
 
 class DeviceGroup(msgspec.Struct, frozen=True):
-    """Equal devices of a stage: `replicas` groups of `tensor` devices that divide tensors, with `rows` for each group.
+    """Represents equal devices of a stage: `replicas` data-parallel replicas of `tensor` tensor-parallel devices each.
 
     Attributes:
-        pool: number of the cluster's kind of devices; 0 also where no cluster is known.
-        rows: of a micro-batch, for each replica; 0: as the batch divides.
+        pool: number of the cluster's kind of devices; 0 also if no cluster is known.
+        tensor: devices of one replica, which shard its tensors.
+        replicas: number of replicas.
+        rows: rows of a micro-batch for each replica; 0: as the batch divides.
     """
 
     pool: int = 0
@@ -64,17 +66,19 @@ class DeviceGroup(msgspec.Struct, frozen=True):
 
     @property
     def ranks(self) -> int:
-        """Returns the number of the group's devices."""
+        """Returns the number of devices: tensor-parallel degree times replicas."""
         return self.tensor * self.replicas
 
 
 class Stage(msgspec.Struct, frozen=True):
-    """Consecutive layers (several ranges when the schedule interleaves chunks) on some devices.
+    """Represents consecutive layers of a model on some devices; several ranges of layers if the schedule interleaves
+    chunks.
 
     Attributes:
-        layers: [low, high) by chunk; (): all layers of a program.
-        recompute: this stage's kind of recompute; None: the strategy's.
-        bound_ranks: the stage's ranks, of which neighbours divide tensors; (): devices are not bound yet.
+        layers: one range [low, high) of layers per chunk; (): all layers of a program.
+        parts: the devices, in groups of equal ones.
+        recompute: what this stage recomputes; None: as the strategy says.
+        bound_ranks: the ranks that run the stage, tensor-parallel ranks next to each other; (): not decided yet.
     """
 
     layers: tuple[tuple[int, int], ...] = ()
@@ -84,43 +88,50 @@ class Stage(msgspec.Struct, frozen=True):
 
     @property
     def count(self) -> int:
-        """Returns the number of the stage's layers, all chunks."""
+        """Returns the number of layers of the stage, over all chunks."""
         return sum(high - low for low, high in self.layers)
 
     @property
     def ranks(self) -> int:
-        """Returns the number of the stage's devices."""
+        """Returns the number of devices of the stage."""
         return sum(part.ranks for part in self.parts)
 
     @property
     def replicas(self) -> int:
-        """Returns the number of data-parallel replicas of the stage's layers, over all parts."""
+        """Returns the number of data-parallel replicas of the stage's layers, over all device groups."""
         return sum(part.replicas for part in self.parts)
 
     @property
     def rows(self) -> int:
-        """Returns the rows of one micro-batch, over all replicas."""
+        """Returns the rows of one micro-batch, over all replicas of the stage."""
         return sum(part.replicas * part.rows for part in self.parts)
 
 
 class ParallelStrategy(msgspec.Struct, frozen=True):
-    """One way to train on several devices: stages in order, micro-batches of a step, recompute, ZeRO level, offload.
+    """Describes one way to train on several devices: stages, micro-batches, recompute, ZeRO, offload and more.
 
-    Experts, where a model has them, are divided over the replicas of their stage.
+    Experts, if a model has any, are divided over the replicas of their stage.
 
     Attributes:
-        micro_batches: of a step; 0: for a program, as its settings say, which then also set the schedule.
-        split: names of the weights of a program from whose product on tensors are divided; (): all are, where a stage's
-            devices divide tensors.
+        stages: the pipeline stages in order; one stage if the model is not pipelined.
+        micro_batches: micro-batches of a step; 0: as the settings of a program say, which then also choose the
+          schedule.
+        recompute: what is recomputed for the backward pass, in stages that do not say otherwise.
+        sequence_parallel: tensor-parallel ranks also shard the sequence outside of the sharded products (Megatron-LM).
+        zero: ZeRO stage, 0 to 3.
+        schedule: name of the pipeline schedule (`whale.ir.pipeline_schedule`).
+        offload: what is kept in the hosts' memory.
+        split: names of weights of a program from whose product on tensors are sharded; (): from all, if the stage's
+          devices shard tensors.
         replicated: every rank computes everything, without communication.
         shares: rows of a step for each rank, if the ranks of a program have unequal ones.
-        name: what a search calls it in its report.
-        context: ranks that divide the tokens of each row; the replicas of a stage are `context` times those that have
-            rows of their own, since all hold the same parameters.
-        shard_ranks: replicas over which ZeRO divides what it divides, each such group having a copy (0: all of them).
-        expert_ranks: replicas that divide a layer's experts (0: as many as divide them evenly).
+        name: what a search calls the strategy in its report.
+        context: context-parallel degree: ranks that divide the tokens of each row. The replicas of a stage include
+          these ranks, since all of them hold the same parameters.
+        shard_ranks: size of the groups of replicas within which ZeRO shards states (hybrid sharding); 0: all replicas.
+        expert_ranks: number of replicas that divide a layer's experts; 0: as many as divide them evenly.
         lent_threads: rank 0 alone computes a program, with so many threads on the cores of all ranks of its host; 0:
-            each rank computes on its own.
+          each rank computes on its own.
     """
 
     stages: tuple[Stage, ...] = (Stage(),)
@@ -140,16 +151,19 @@ class ParallelStrategy(msgspec.Struct, frozen=True):
     lent_threads: int = 0
 
     def find_recompute(self, stage: Stage) -> Recompute:
-        """Returns a stage's kind of recompute."""
+        """Returns what a stage recomputes: its own setting, or else the strategy's."""
         return stage.recompute or self.recompute
 
     @property
     def recomputes(self) -> tuple[Recompute, ...]:
-        """Returns the kind of recompute of each stage."""
+        """Returns what each stage recomputes, in the order of the stages."""
         return tuple(self.find_recompute(stage) for stage in self.stages)
 
     def replace_recompute(self, each: Sequence[Recompute]) -> ParallelStrategy:
-        """Returns this strategy with each stage's recompute; stages equal to the first one inherit the strategy's."""
+        """Returns this strategy with ``each[i]`` as what stage i recomputes.
+
+        The first stage's value becomes the strategy's own, which equal stages inherit.
+        """
         stages = tuple(
             msgspec.structs.replace(stage, recompute=None if how == each[0] else how)
             for stage, how in zip(self.stages, each)
@@ -158,22 +172,22 @@ class ParallelStrategy(msgspec.Struct, frozen=True):
 
     @property
     def is_pipelined(self) -> bool:
-        """Tells whether there are several stages."""
+        """Returns True if there are several stages."""
         return len(self.stages) > 1
 
     @property
     def chunks(self) -> int:
-        """Returns the number of ranges of layers that each stage holds: several where the schedule interleaves them."""
+        """Returns the number of chunks (ranges of layers) of each stage; more than 1 only in interleaved schedules."""
         return len(self.stages[0].layers) or 1
 
     @property
     def ordered_layers(self) -> list[tuple[Stage, int, int]]:
-        """Returns (stage, low, high) for each range of layers, in the order of the model: chunk by chunk."""
+        """Returns (stage, low, high) for each range of layers, in the order in which the model runs them."""
         return [(stage, *stage.layers[chunk]) for chunk in range(self.chunks) for stage in self.stages]
 
     @property
     def tensor(self) -> int:
-        """Returns the largest tensor-parallel degree of all stages."""
+        """Returns the tensor-parallel degree, the largest one if stages differ."""
         return max(part.tensor for stage in self.stages for part in stage.parts)
 
     @property
@@ -183,31 +197,35 @@ class ParallelStrategy(msgspec.Struct, frozen=True):
 
     @property
     def batch(self) -> int:
-        """Returns the rows of a step."""
+        """Returns the rows of one step: the global batch size."""
         return self.micro_batches * self.stages[0].rows // self.context
 
     def count_sharding(self, stage: Stage) -> int:
-        """Returns the replicas of a stage over which ZeRO divides what it divides."""
+        """Returns the number of a stage's replicas over which ZeRO shards states."""
         return min(self.shard_ranks, stage.replicas) if self.shard_ranks else stage.replicas
 
     def find_problem(self) -> str:
-        """Describes an error that makes the strategy invalid for any model, as in an edited file; empty: none."""
+        """Describes why the strategy is invalid for every model, as it may be in an edited plan file; "" if it is
+        valid.
+        """
         if not self.stages or not all(stage.parts for stage in self.stages):
-            return "there are no stages, or some without devices"
+            return "`stages` is empty, or a stage has no devices"
         parts = [part for stage in self.stages for part in stage.parts]
         if any(min(part.tensor, part.replicas) < 1 or min(part.pool, part.rows) < 0 for part in parts):
-            return "some devices are divided into no ranks, or have less than no rows"
+            return "a stage has devices with `tensor` or `replicas` below 1, or with a negative `pool` or `rows`"
         if not 0 <= self.micro_batches <= MOST_MICRO_BATCHES:
-            return f"{self.micro_batches} micro-batches, of which there are {MOST_MICRO_BATCHES} at most"
+            return f"`micro_batches` is {self.micro_batches}; expected 0 to {MOST_MICRO_BATCHES}"
         if any(len(stage.layers) != len(self.stages[0].layers) for stage in self.stages):
-            return "some stages have more chunks than others"
+            return "the stages have different numbers of chunks (ranges in `layers`)"
         for name, ranks in (("tokens", self.context), ("states", self.shard_ranks), ("experts", self.expert_ranks)):
             if ranks < 0 or (name == "tokens" and not ranks) or any(s.replicas % (ranks or 1) for s in self.stages):
-                return f"{ranks} ranks that divide {name} do not divide the replicas of each stage"
+                return f"{ranks} ranks that divide {name}: expected a divisor of the replicas of every stage"
         return ""
 
     def format_summary(self) -> str:
-        """Returns one line: 8 stages x 12 data x 8 tensor, 2 chunks, 96 micro-batches of 2 rows, ..."""
+        """Returns one line such as ``8 pipeline x 12 data x 8 tensor on 768 devices, 96 micro-batches of 2 rows, 2
+        chunks``.
+        """
         if self.lent_threads:
             return f"1 of {format_count(self.ranks, 'device')} computes, with {self.lent_threads} threads"
         if self.replicated:
@@ -238,14 +256,16 @@ class ParallelStrategy(msgspec.Struct, frozen=True):
         return text + _OFFLOADED[self.offload]
 
     def _list_recompute(self) -> list[tuple[str, str]]:
-        """Returns the kinds of recompute, each with its stages if not all have it."""
+        """Returns (kind of recompute, text that names its stages) for each kind; the text is "" if all stages have one
+        kind.
+        """
         each = self.recomputes
         if len(set(each)) == 1:
             return [(each[0], "")] if each[0] != "none" else []
         found = []
         for kind in get_args(Recompute)[1:]:
             own = [s for s, one in enumerate(each) if one == kind]
-            runs = [s for s in own if s - 1 not in own]  # where stages of that kind begin
+            runs = [s for s in own if s - 1 not in own]  # first stage of each range of adjacent stages of that kind
             ends = [s for s in own if s + 1 not in own]
             if own:
                 text = ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in zip(runs, ends))
@@ -254,17 +274,28 @@ class ParallelStrategy(msgspec.Struct, frozen=True):
 
 
 class Degrees(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A strategy with equal stages, as a job file says it.
+    """Describes a strategy with equal stages by its degrees of parallelism, as a job file writes it.
 
-    Ranks: tensor innermost, then data, then stages, as Megatron-LM numbers them.
+    Ranks are numbered as Megatron-LM numbers them: tensor innermost, then data, then stages.
 
     Attributes:
-        batch: rows of a step.
+        tensor: tensor-parallel degree.
+        stages: pipeline-parallel degree.
+        data: data-parallel degree: replicas that have rows of their own.
+        chunks: chunks of layers per stage, for interleaved schedules.
+        micro_batch: rows of a micro-batch, for each replica.
+        batch: rows of a step, over all replicas.
+        recompute: what is recomputed for the backward pass.
+        sequence_parallel: tensor-parallel ranks also shard the sequence outside of the sharded products (Megatron-LM).
+        zero: ZeRO stage, 0 to 3.
+        schedule: name of the pipeline schedule.
         experts: ranks that divide a layer's experts.
-        context: ranks that divide the tokens of each row, beside those of `data` that have rows of their own.
-        shard: ranks over which ZeRO divides states, of all with the same parameters (0: over all; hybrid sharding).
-        stage_layers: of each stage, or of each chunk in the order of the model; (): as equal as they can be.
-        selective: what selective recomputation repeats, where it is not what the software does.
+        context: context-parallel degree: ranks that divide the tokens of each row, in addition to `data`.
+        shard: size of the groups within which ZeRO shards states (hybrid sharding); 0: all ranks with the same
+          parameters.
+        stage_layers: number of layers of each stage, or of each chunk in the order of the model; (): as equal as
+          possible.
+        selective: which parts selective recomputation repeats, if not those of the simulated software.
     """
 
     tensor: Count = 1
@@ -286,9 +317,14 @@ class Degrees(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def __post_init__(self) -> None:
         for name in ("tensor", "stages", "data", "chunks", "micro_batch", "batch", "experts", "context"):
             if getattr(self, name) < 1:
-                raise PlanError(f"{name} must be positive", given=getattr(self, name))
+                raise PlanError(f"{name} must be positive", given=getattr(self, name), expected="1 or more")
         if self.recompute not in ("none", "selective", "full"):
-            raise PlanError("there is no such recompute", given=self.recompute, expected="none, selective or full")
+            raise PlanError(
+                "there is no such kind of recompute",
+                given=self.recompute,
+                expected="none, selective or full",
+                action="correct recompute in the job",
+            )
         if self.batch % (self.data * self.micro_batch):
             raise PlanError(
                 "the global batch is not a multiple of data-parallel ranks x micro-batch",
@@ -297,9 +333,10 @@ class Degrees(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             )
         if self.stage_layers and len(self.stage_layers) != self.stages * self.chunks:
             raise PlanError(
-                "layers are given for other stages",
+                "stage_layers does not fit the number of stages",
                 given=f"{len(self.stage_layers)} numbers of layers",
                 expected=f"{self.stages * self.chunks}: one for each stage, or for each chunk of a stage",
+                action="change stage_layers, or leave it out for stages of equal size",
             )
         if self.shard and self.data * self.context % self.shard:
             raise PlanError(
@@ -310,7 +347,7 @@ class Degrees(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             )
         if self.micro_batches > MOST_MICRO_BATCHES:
             raise PlanError(
-                "a replica has more micro-batches in a step than a schedule can be made of",
+                "a replica has more micro-batches in a step than a schedule can hold",
                 given=f"{self.micro_batches}: {self.batch} rows, {self.data} x {self.micro_batch} at a time",
                 expected=f"{MOST_MICRO_BATCHES} at most",
                 action="change the global batch or the micro-batch size",
@@ -323,22 +360,23 @@ class Degrees(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def replicas(self) -> int:
-        """Returns the ranks with the same parameters."""
+        """Returns the number of ranks that hold the same parameters: data-parallel times context-parallel degree."""
         return self.data * self.context
 
     @property
     def micro_batches(self) -> int:
-        """Returns the number of micro-batches of one replica in a step."""
+        """Returns the number of micro-batches that one replica runs in a step."""
         return self.batch // (self.data * self.micro_batch)
 
 
 class ChosenStrategy(msgspec.Struct, frozen=True):
-    """A strategy that a program runs under, and what was predicted when it was chosen.
+    """Holds the strategy that a program runs under, and what was predicted when it was chosen.
 
     Attributes:
-        step_s: seconds of a step; 0: not known.
-        held_bytes: of the rank that holds most; 0: not known.
-        compared: its steps were compared with a measured one of one rank on the cores of all.
+        strategy: the strategy.
+        step_s: predicted seconds of a step; 0 if unknown.
+        held_bytes: predicted bytes of the rank that holds most; 0 if unknown.
+        compared: its measured steps were compared with a step in which one rank computes on the cores of all.
     """
 
     strategy: ParallelStrategy
@@ -348,39 +386,49 @@ class ChosenStrategy(msgspec.Struct, frozen=True):
 
 
 def count_expert_ranks(experts: int, replicas: int) -> int:
-    """Returns how many of a stage's replicas divide a layer's experts: as many as divide them evenly; 1: none."""
+    """Returns how many of a stage's replicas divide a layer's experts: the largest number that divides both evenly.
+
+    The result is 1 if the model has no experts.
+    """
     return math.gcd(experts, replicas) if experts else 1
 
 
 def divide_chunks(layers: int, stages: int, chunks: int) -> list[tuple[tuple[int, int], ...]]:
-    """Returns each stage's ranges of layers, [low, high) by chunk, as equal as possible; earlier chunks get the
-    remainder.
+    """Divides ``layers`` layers evenly over the chunks of all stages; earlier chunks get the remainder.
 
     Chunk c of stage s is part c * stages + s of the model, as interleaved schedules require.
+
+    Returns:
+        for each stage one range [low, high) of layers per chunk.
 
     Raises:
         PlanError: there are more chunks than layers.
     """
     count = stages * chunks
     if layers < count:
-        raise PlanError("there are more stages than layers", given=f"{count} chunks, {layers} layers")
+        raise PlanError(
+            "there are more stages than layers",
+            given=f"{count} chunks of stages, {layers} layers",
+            expected="a layer at least for each chunk of a stage",
+            action="use fewer stages, or fewer chunks per stage",
+        )
     each, more = divmod(layers, count)
     return place_chunks([each + (i < more) for i in range(count)], stages)
 
 
 def place_chunks(sizes: Sequence[int], stages: int) -> list[tuple[tuple[int, int], ...]]:
-    """Returns each stage's ranges of layers, [low, high) by chunk, of chunks of these sizes in the model's order."""
+    """Returns each stage's ranges [low, high) of layers, given the number of layers of each chunk in model order."""
     ends = list(accumulate(sizes, initial=0))
     of_stage = range(0, len(sizes), stages)
     return [tuple((ends[c + s], ends[c + s + 1]) for c in of_stage) for s in range(stages)]
 
 
 def count_live_chunks(schedule: str, stages: int, chunks: int, micro_batches: int, stage: int) -> int:
-    """Returns the most forward passes of chunks whose activations a stage keeps, as `live_micro_batches` does.
+    """Returns how many forward passes of chunks stage number ``stage`` keeps activations of at once, by formula.
 
-    1F1B keeps as many micro-batches as there are stages from this one on; interleaved as Narayanan et al. (SC 2021)
-    order it, whose first passes are 2 (stages - 1 - stage) + (chunks - 1) stages before the first backward pass; GPipe
-    keeps all.
+    The number equals `count_live_micro_batches` of the schedule. 1F1B keeps one micro-batch for each stage from this
+    one on; GPipe keeps all. Interleaved 1F1B (Narayanan et al., SC 2021) starts with 2 (stages - 1 - stage) + (chunks -
+    1) g forward passes, g being the size of a group of micro-batches, before its first backward pass.
     """
     if schedule == "gpipe":
         return micro_batches

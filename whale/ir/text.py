@@ -1,4 +1,4 @@
-"""Prints and parses programs: ``parse_program(format_program(p)) == p``."""
+"""Prints programs as text and parses them again: ``parse_program(format_program(p)) == p``."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _READABLE_ELEMENTS = 16
 
 
 def format_program(program: Program) -> str:
-    """Formats the program, one line per node (see ``parse_program``)."""
+    """Formats a program as text with one line per node, which ``parse_program`` reads."""
     lines: list[str] = []
     _print_graph(program, "program", lines)
     for name, body in program.functions.items():
@@ -44,7 +44,7 @@ def _print_graph(program: Program, head: str, lines: list[str]) -> None:
 
 
 def format_node(node: Node) -> str:
-    """Formats a node: ``name = Op(operands) ^control {attributes} <marks> : types @scope !``; ``!``: stateful."""
+    """Formats ``name = Op(operands) ^control {attributes} <marks> : types @scope !``, with ``!`` if stateful."""
     text = f"{_format_word(node.name)} = {_format_word(node.op)}({', '.join(map(_format_ref, node.inputs))})"
     text += "".join(f" ^{_format_word(c)}" for c in node.controls)
     if node.attrs:
@@ -75,7 +75,11 @@ def _format_type(t: TensorType) -> str:
 
 
 def format_value(value: Any) -> str:
-    """Formats an attribute value; raises TypeError for other values."""
+    """Formats an attribute value.
+
+    Raises:
+      TypeError: the value is of none of the types that ``whale.ir.values`` lists.
+    """
     if isinstance(value, (bool, int)):
         return repr(value)
     if isinstance(value, float):
@@ -114,7 +118,7 @@ def _format_tensor_data(t: Tensor) -> str:
 
 
 class _Reader:
-    """A line's tokens, read one by one."""
+    """Reads the tokens of one line of program text from left to right."""
 
     def __init__(self, line: str):
         self.line, self.at = line, 0
@@ -222,7 +226,11 @@ class _Reader:
 
 
 def parse_node(line: str) -> Node:
-    """Inverse of ``format_node``; raises ValueError with the place that cannot be read."""
+    """Parses one line written by ``format_node``.
+
+    Raises:
+      ValueError: the line cannot be read; the message has the column.
+    """
     r = _Reader(line)
     name = r.read_word()
     r.take("=")
@@ -245,10 +253,10 @@ def _make_program(parts: Mapping[str, Any]) -> Program:
 
 
 def parse_program(text: str) -> Program:
-    """Inverse of ``format_program``.
+    """Parses the text of ``format_program``.
 
     Raises:
-      ValueError: a line that cannot be read, with the line.
+      ValueError: a line cannot be read; the message quotes it.
     """
     graphs: list[tuple[str | None, dict[str, Any]]] = []
     for line in text.splitlines():

@@ -1,4 +1,6 @@
-"""Defines the topology of a run: which host each rank is on, and the links between the hosts, as measured or described.
+"""Defines the topology of a run: which host each rank is on, and the speed of links between hosts.
+
+Links are measured, or described by the user.
 
 Decision: 0174.
 """
@@ -12,35 +14,36 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import networkx
 
-# Links whose rates differ by less are of one class: measurements of equal links differ by some of that.
+# Links whose bandwidths differ by less than this factor count as equal: so far apart are measurements of equal links.
 CLASS = 1.5
 
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """The latency of a link in seconds, and the bytes per second that it carries in each direction.
+    """Describes a network link, or the links of one rank to all others taken together.
 
-    Of a rank's exchanges with all others: those that the rank sends and receives.
+    Attributes:
+      exchange_s: latency of one exchange, in seconds.
+      bytes_per_s: bandwidth in each direction.
     """
 
     exchange_s: float
     bytes_per_s: float
 
     def slow_down(self, times: float) -> Link:
-        """Returns a link over which exchanges take so many times as long."""
+        """Returns a link over which every exchange takes ``times`` as long."""
         return Link(times * self.exchange_s, self.bytes_per_s / times)
 
 
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """The hosts of a run's ranks, and the links between them.
+    """Describes the hosts of a run's ranks, and the links between the hosts.
 
     Attributes:
-      hosts: of each rank, the number of its host; hosts are numbered in the order of their first ranks.
-      names: of the hosts.
-      links: (one host, another one with a larger number) -> the link between them; {}: they are not known, and are
-        taken to be equal.
-      inside: the slowest link between ranks of one host; None: not known.
+      hosts: number of the host of each rank; hosts are numbered in the order of their first ranks.
+      names: name of each host.
+      links: (number of a host, larger number of another) -> the link between them; empty: unknown, and taken as equal.
+      inside: the slowest link between two ranks of one host; None: unknown.
     """
 
     hosts: tuple[int, ...]
@@ -50,29 +53,29 @@ class Topology:
 
     @property
     def ranks_of(self) -> list[list[int]]:
-        """Returns the ranks of each host."""
+        """Returns the ranks of each host, in the order of the hosts."""
         found: list[list[int]] = [[] for _ in self.names]
         for rank, host in enumerate(self.hosts):
             found[host].append(rank)
         return found
 
     def find_link(self, one: int, other: int) -> Link | None:
-        """Returns the link between two hosts; None: it is not known."""
+        """Returns the link between two hosts, given by their numbers in any order; None if unknown."""
         return self.links.get((min(one, other), max(one, other)))
 
     def slow_down(self, times: float) -> Topology:
-        """Returns the same hosts with links over which exchanges take so many times as long."""
+        """Returns the same hosts with links over which every exchange takes ``times`` as long."""
         links = {pair: link.slow_down(times) for pair, link in self.links.items()}
         return replace(self, links=links, inside=self.inside and self.inside.slow_down(times))
 
     def graph(self) -> networkx.Graph:
         """Returns the hosts and their links as a ``networkx.Graph``.
 
-        A node is the name of a host, with its ``ranks``. An edge has ``bytes_per_s`` and ``exchange_s`` where they are
-        known, and its ``distance``: 1 for the fastest links between hosts, 2 for those that are slower by more than
-        ``CLASS``, and so on.
+        A node is the name of a host, with its ``ranks``. An edge has ``bytes_per_s`` and ``exchange_s`` if they are
+        known, and a ``distance``: 1 for the fastest links between hosts, 2 for links slower than these by more than the
+        factor ``CLASS``, and so on.
         """
-        import networkx  # takes half a second, and runs on one host never need it
+        import networkx  # importing takes half a second, and runs on one host never need it
 
         graph = networkx.Graph()
         graph.add_nodes_from((name, {"ranks": ranks}) for name, ranks in zip(self.names, self.ranks_of))
@@ -86,7 +89,9 @@ class Topology:
         return graph
 
     def distances(self) -> dict[tuple[int, int], int]:
-        """Returns the distance of each pair of hosts (see ``graph``); links of unknown rates are as the slowest."""
+        """Returns the distance of each pair of hosts (see ``graph``); unknown links get the distance of the slowest
+        known ones.
+        """
         count = len(self.names)
         pairs = [(one, other) for one in range(count) for other in range(one + 1, count)]
         rates = sorted((self.links[pair].bytes_per_s for pair in pairs if pair in self.links), reverse=True)
@@ -104,10 +109,12 @@ class Topology:
 def make_topology(
     names: Sequence[str], links: Mapping[tuple[int, int], Link] | None = None, inside: Link | None = None
 ) -> Topology | None:
-    """Returns the topology of ranks by the names of their hosts; None: all are on one.
+    """Returns the topology of a run; None if all ranks are on one host.
 
     Args:
-      names: of each rank's host.
+      names: name of each rank's host.
+      links: as in ``Topology``; None: unknown.
+      inside: as in ``Topology``.
     """
     numbers: dict[str, int] = {}
     hosts = tuple(numbers.setdefault(name, len(numbers)) for name in names)

@@ -1,4 +1,4 @@
-"""Values that node attributes hold.
+"""Defines the values of node attributes, and the types of tensors.
 
 A node's attributes are plain Python values: ``bool``, ``int``, ``float``, ``str`` (text), ``bytes`` (text that is not
 UTF-8), ``DType``, ``Shape``, ``Tensor``, ``Func``, or a tuple of those.
@@ -26,15 +26,15 @@ FLOATING = frozenset({"float16", "bfloat16", "float32", "float64", "complex64", 
 
 
 def count_item_bytes(dtype: str) -> int:
-    """Returns the bytes of one element; 0 for dtypes that have no fixed size or cannot be sent (string, resource,
-    variant).
+    """Returns the bytes of one element; 0 for string, resource and variant, which have no fixed size and cannot be
+    sent.
     """
     return _ITEM_BYTES.get(dtype, 0)
 
 
 def find_numpy_dtype(dtype: str) -> np.dtype:
-    """Returns NumPy's dtype of that name; ``bfloat16`` and the 8-bit floats come from ml_dtypes, which TensorFlow
-    brings.
+    """Returns the NumPy dtype called ``dtype``; ``bfloat16`` and 8-bit floats come from ml_dtypes, which TensorFlow
+    installs.
     """
     try:
         return np.dtype(dtype)
@@ -45,7 +45,7 @@ def find_numpy_dtype(dtype: str) -> np.dtype:
 
 
 class DType(str):
-    """The name of an element type, as an attribute value: ``DType("float32")``."""
+    """Represents an element type as an attribute value, by its name: ``DType("float32")``."""
 
     __slots__ = ()
 
@@ -55,14 +55,19 @@ class DType(str):
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A shape as an attribute value; ``dims`` is None when the rank is unknown, a dimension None when its size is."""
+    """Represents a shape as an attribute value; ``dims`` is None if the rank is unknown, a dimension is None if its
+    size is.
+    """
 
     dims: Dims | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """A constant: ``data`` holds the elements in row-major order, raw little-endian (strings: a tuple of bytes)."""
+    """Represents a constant tensor as an attribute value.
+
+    ``data`` holds the elements in row-major order as raw little-endian bytes; for strings, a tuple of ``bytes``.
+    """
 
     dtype: str
     shape: tuple[int, ...]
@@ -70,14 +75,18 @@ class Tensor:
 
     @staticmethod
     def from_numpy(array: np.ndarray, dtype: str | None = None) -> Tensor:
-        """Makes the constant with the elements of ``array``."""
+        """Creates the constant with the elements of ``array``.
+
+        Args:
+          dtype: the element type, if NumPy's dtype does not name it; None: that of the array. String arrays ignore it.
+        """
         if array.dtype.kind in "OSU":
             items = tuple(x if isinstance(x, bytes) else str(x).encode() for x in array.reshape(-1).tolist())
             return Tensor("string", tuple(array.shape), items)
         return Tensor(dtype or array.dtype.name, tuple(array.shape), np.ascontiguousarray(array).tobytes())
 
     def numpy(self) -> np.ndarray:
-        """Returns the elements as a NumPy array of ``shape`` (read-only; object dtype for strings)."""
+        """Returns the elements as a read-only NumPy array; strings as a writable array of dtype object."""
         if self.dtype == "string":
             return np.array(self.data, dtype=object).reshape(self.shape)
         return np.frombuffer(self.data, find_numpy_dtype(self.dtype)).reshape(self.shape)
@@ -85,18 +94,18 @@ class Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Func:
-    """A reference to a function of the program, with the attributes it is called with."""
+    """Represents a reference to a function of the program, with the attributes of the call."""
 
     name: str
     attrs: Mapping[str, Any] = field(default_factory=dict)
 
 
 class SharedAttrs(dict[str, Any]):
-    """Attributes that several nodes share, compared by identity, so that what is derived from them can be cached by
+    """Holds attributes that several nodes share. Objects compare by identity, so derived values can be cached per
     object.
 
     Attributes:
-      large: they have a value that is looked at late, and belong to one node.
+      large: True if the attributes belong to one node and have a large value that is decoded on demand.
     """
 
     __slots__ = ("large",)
@@ -107,7 +116,9 @@ class SharedAttrs(dict[str, Any]):
 
     @property
     def shared(self) -> SharedAttrs | None:
-        """Returns the object itself, as that of attributes which are decoded late; None where nothing is derived."""
+        """Returns the object itself, as key of caches of derived values; None if ``large``, for which nothing is
+        cached.
+        """
         return None if self.large else self
 
     def __hash__(self) -> int:  # type: ignore[override]
@@ -119,19 +130,19 @@ class SharedAttrs(dict[str, Any]):
 
 @dataclass(frozen=True, slots=True)
 class TensorType:
-    """Element type and static shape of a tensor (global, unless a text says local)."""
+    """Describes a tensor: its element type, and its static shape (global, unless a docstring says local)."""
 
     dtype: str
     shape: Dims | None = None
 
     @property
     def is_static(self) -> bool:
-        """Tells whether the rank and all sizes are known."""
+        """Returns True if the rank and all sizes are known."""
         return self.shape is not None and None not in self.shape
 
     @property
     def elements(self) -> int:
-        """Returns the number of elements; unknown dimensions count as 1, an unknown rank as 1 element."""
+        """Returns the number of elements, with each unknown size counted as 1; 1 if the rank is unknown."""
         count = 1
         for size in self.shape or ():
             count *= 1 if size is None else size
@@ -139,7 +150,7 @@ class TensorType:
 
     @property
     def bytes(self) -> int:
-        """Returns the bytes of the elements; 0 for those without a size of their own (strings, resources, variants)."""
+        """Returns the bytes of the elements; 0 for strings, resources and variants."""
         return self.elements * count_item_bytes(self.dtype)
 
     def __str__(self) -> str:
@@ -149,23 +160,27 @@ class TensorType:
 
 
 def require_static_shape(t: TensorType) -> tuple[int, ...]:
-    """Returns the sizes of ``t``, for callers that cannot do without.
+    """Returns the shape of ``t``, for callers that need every size before the run.
 
     Raises:
       ProgramError: the rank or a size is unknown.
     """
     if not t.is_static:
         raise ProgramError(
-            "a tensor whose sizes have to be known before the run has unknown ones",
+            "a tensor has unknown sizes, and its shape has to be known before the run",
             given=str(t),
             expected="a size for every dimension",
-            action="give the step inputs of static shapes",
+            action="give the inputs of the step static shapes, for example by `dataset.batch(n, drop_remainder=True)`",
         )
     return tuple(d for d in t.shape or () if d is not None)
 
 
 def group_by_bytes(items: Iterable[_T], bytes_of: Callable[[_T], int], most_bytes: int) -> list[list[_T]]:
-    """Groups ``items``, in their order, into groups of at most so many bytes; a larger item is a group of its own."""
+    """Divides ``items``, in their order, into groups of at most ``most_bytes``; a larger item forms a group of its own.
+
+    Args:
+      bytes_of: returns the bytes of an item.
+    """
     groups: list[list[_T]] = []
     used = 0
     for item in items:

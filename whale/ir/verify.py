@@ -1,8 +1,9 @@
-"""Verifies the structure of a program, as MLIR's verifier and tinygrad's spec do, from the program alone.
+"""Verifies that a program is well formed, from the program alone, after each pass (as MLIR's verifier does).
 
-Names are unique, nodes stand behind what they read and wait for, what is referred to exists, types and shapes of
-operands, results, variables and functions agree, effects exist and no update or exchange is left out of them, and no
-two exchanges have one key. What a node computes is not looked at.
+Checks that names are unique, that nodes come after what they read and wait for, that references exist, that types and
+shapes of operands, results, variables and functions agree, that each effect is a node and no update or exchange is left
+out of the effects, and that no two exchanges have the same key. Whether a node computes the right values is not
+checked.
 """
 
 from __future__ import annotations
@@ -40,11 +41,11 @@ _UNARY = IDENTITIES | frozenset(
 _MATMULS = {"MatMul": ("transpose_a", "transpose_b"), "BatchMatMulV2": ("adj_x", "adj_y")}
 _DEVICE_EXCHANGES = frozenset(ON_DEVICE.values())
 _WITH_KEYS = EXCHANGES | _DEVICE_EXCHANGES
-_STAY = UPDATES | _WITH_KEYS  # they run for what they do, so that something has to keep them
+_STAY = UPDATES | _WITH_KEYS  # ops with side effects, on which some output or effect of the program has to depend
 
 
 class _BrokenProgramError(Exception):
-    """An error in a node: the actual and the expected state."""
+    """Signals an error in a node: what was found, and what was expected."""
 
     def __init__(self, given: object, expected: object) -> None:
         super().__init__(f"{given}; expected {expected}")
@@ -55,10 +56,10 @@ def verify(program: Program, after: str = "") -> None:
     """Checks that a program and its functions are well formed.
 
     Args:
-      after: the pass that made the program, for the error.
+      after: name of the pass that made the program, for the error; "" if none.
 
     Raises:
-      ProgramError: it is malformed; names the pass, the op, and the error.
+      ProgramError: the program is malformed; the error names the pass, the node and what is wrong.
     """
     keys: dict[tuple[str, str], tuple[str, str]] = {}
     for graph, body in (("", program), *program.functions.items()):
@@ -73,17 +74,20 @@ def _make_error(after: str, op: str, given: object, expected: object) -> Program
         op=op,
         given=given,
         expected=expected,
-        action="report it, with what `WHALE_DEBUG_DUMP=dir` writes",
+        action="run again with `WHALE_DEBUG_DUMP=dir`, and report the error with the files that are then in dir",
     )
 
 
 def _verify_graph(
     program: Program, body: Program, graph: str, keys: dict[tuple[str, str], tuple[str, str]], after: str
 ) -> None:
-    """Checks one graph.
+    """Checks one graph: the program itself, or the body of one of its functions.
 
     Args:
-      keys: of the exchanges of graphs before -> graph and node; added to.
+      body: the graph to check.
+      graph: name of the function whose body it is; "" for the program.
+      keys: (op, key) of each exchange in the graphs checked so far -> (graph, node); exchanges of this graph are added.
+      after: name of the pass that made the program.
     """
     types: dict[str, tuple[TensorType, ...]] = {}
     stay: list[str] = []
@@ -109,7 +113,7 @@ def _verify_graph(
                 if node.op in _WITH_KEYS and "key" in node.attrs:
                     key = node.op, str(node.attrs["key"])
                     where, other = keys.setdefault(key, (graph, name))
-                    # Copies of one function have its keys: offload makes some, and micro-batches that differ do.
+                    # Copies of one function share its keys: offload and micro-batches that differ make such copies.
                     if other != name:
                         shown = f"{where}/{other}" if where else other
                         raise _BrokenProgramError(f"the key {key[1]}, which {shown} has", "a key of its own")
@@ -124,12 +128,14 @@ def _verify_graph(
         for name in stay:
             if name not in kept:
                 op = f"{graph}/{name}" if graph else name
-                given = "it runs for what it does, and no output or effect waits for it"
+                given = "it has side effects, and no output or effect of the program waits for it"
                 raise _make_error(after, f"{op} ({body.by_name[name].op})", given, "an effect of the program")
 
 
 def _verify_ends(body: Program, types: Mapping[str, Sequence[TensorType]], where: str, after: str) -> None:
-    """Checks that inputs, variables, outputs and effects are nodes, and named once."""
+    """Checks that inputs, variables, outputs and effects name existing nodes, and inputs, variables and effects only
+    once.
+    """
     for what, names in (
         ("input", body.inputs),
         ("variable", [v.node for v in body.variables]),
@@ -147,7 +153,11 @@ def _verify_ends(body: Program, types: Mapping[str, Sequence[TensorType]], where
 
 
 def _make_missing_error(body: Program, name: str, does: str) -> _BrokenProgramError:
-    """Creates the error for a node that refers to a node that does not precede it."""
+    """Creates the error for a node that refers to the node ``name``, which does not come before it or does not exist.
+
+    Args:
+      does: what the node does with it, for the message: "reads x:0" or "waits for x".
+    """
     if name not in body.by_name:
         return _BrokenProgramError(f"{does}, which is no node", "the name of a node")
     try:
@@ -172,7 +182,7 @@ def _verify_same_dtype(node: Node, types: Sequence[TensorType]) -> None:
 
 
 def _is_compatible(one: TensorType, other: TensorType) -> bool:
-    """Tells whether two types, with possibly unknown sizes, may belong to one tensor."""
+    """Returns True if two types, which may have unknown sizes, can describe the same tensor."""
     if one.dtype != other.dtype:
         return False
     if one is other or one.shape is None or other.shape is None or one.shape == other.shape:
@@ -276,7 +286,10 @@ def _verify_assign(program: Program, body: Program, node: Node, operands: list[T
 
 
 def _verify_each_reduced(program: Program, body: Program, node: Node, operands: list[TensorType]) -> None:
-    """Checks that a sum over ranks has the types of its operands; its first operand is the communicator."""
+    """Checks that a reduction over ranks has one result per operand, of the same type.
+
+    The first operand is the communicator. A reduce-scatter need only keep the dtype.
+    """
     given = operands[1:]
     if len(given) != len(node.outputs):
         raise _BrokenProgramError(f"{len(given)} tensors and {len(node.outputs)} results", "a result for each")
@@ -286,7 +299,9 @@ def _verify_each_reduced(program: Program, body: Program, node: Node, operands: 
 
 
 def _verify_exchange(program: Program, body: Program, node: Node, operands: list[TensorType]) -> None:
-    """Checks that exchanged tensors have one type; the first operand is the communicator."""
+    """Checks that all tensors of an exchange have one dtype, and that the sizes of an all-gather fit; operand 0 is the
+    communicator.
+    """
     _verify_same_dtype(node, [*operands[1:], *node.outputs])
     if node.op == "WhaleAllGather" and node.attrs.get("sizes"):
         axis, sizes, given = int(node.attrs.get("axis", 0)), tuple(node.attrs["sizes"]), operands[-len(node.outputs) :]
@@ -309,7 +324,7 @@ def _find_callee(program: Program, func: Func) -> Program:
 
 
 def _verify_arguments(function: Program, given: Sequence[TensorType], returned: Sequence[TensorType]) -> None:
-    """Checks that a function's arguments and results match those at its call."""
+    """Checks that a function's arguments and results have the types of the operands and outputs at its call."""
     takes = [function.find_type(Ref(name)) for name in function.inputs]
     for what, ours, theirs in (
         ("takes", takes, given),

@@ -1,8 +1,9 @@
 """Partitions a program over several mesh axes, one axis after the other: program -> program.
 
-The result is what the ranks with equal first coordinates run, and the plan of the next axis. Groups with different
-first coordinates run almost the same program: only the first coordinate has the nodes that run once, and groups may
-have unequal rows. The plan made for the first coordinates is therefore the model for the plans of the others.
+Partitioning over one axis yields the program that all ranks with the same coordinate on that axis run; it is then
+partitioned over the next axis like any program. Groups of ranks at different coordinates run almost the same program:
+only the first coordinate has the nodes that run once, and groups may have unequal rows. So the plan made for the first
+coordinates is the model for the plans at other coordinates.
 
 Decision: 0036.
 """
@@ -33,15 +34,15 @@ from whale.passes.settings import PlanSettings
 
 
 def make_prefix(level: int) -> str:
-    """Returns the prefix of the names of the nodes that lowering for the axis number ``level`` adds."""
+    """Returns the prefix of the names of nodes that lowering over axis number ``level`` (0 is the outermost) adds."""
     return "whale" if level == 0 else f"whale/axis_{level}"
 
 
 class AxisPartitioner:
-    """Partitions a program over the axes of a mesh, one after the other.
+    """Partitions a program over the axes of a mesh, one after the other, and caches programs and plans by coordinates.
 
-    It returns the program of the ranks with equal first coordinates, and the plan of the axis after these. Coordinates
-    (``at``) are a tuple with one number for each axis that the program is already lowered for.
+    Coordinates (``at``) are a tuple with one number for each axis over which the program is already lowered, outermost
+    first; () stands for the program that is not lowered yet.
     """
 
     def __init__(
@@ -52,12 +53,14 @@ class AxisPartitioner:
         rows: Sequence[BatchInput],
         models: Sequence[Plan] = (),
     ):
-        """Takes a program and the mesh axes; nothing is planned or lowered yet.
+        """Stores a program and the mesh axes; nothing is planned or lowered yet.
 
         Args:
-          rows: the batch inputs with the rows of every rank; or of every group of ranks along the last axes, which
-            have the same rows.
-          models: the plan of each axis for the first coordinates; (): they are made when needed.
+          program: the normalised program of all ranks.
+          axes: the mesh axes, outermost first.
+          rows: the batch inputs with the rows of every rank. If ranks along the last axes have the same rows, there is
+            one entry for each group of such ranks.
+          models: the plan of each axis at the first coordinates; (): they are made when needed.
         """
         self.settings, self.axes, self.rows = settings, tuple(axes), tuple(rows)
         self.models = list(models)
@@ -75,13 +78,13 @@ class AxisPartitioner:
 
     @property
     def row_axes(self) -> int:
-        """Returns how many axes, from the first on, divide the batch's rows; along later ones all ranks have the same
+        """Returns how many of the outermost axes divide the rows of the batch; ranks along the other axes have equal
         rows.
         """
         return count_axes_with_rows(self.sizes, prod(self.sizes) // self.shared)
 
     def make_plan(self) -> Plan:
-        """Makes the plans of all axes, each as the ``inner`` one of the axis before; returns the outermost."""
+        """Makes the plans of all axes and returns the outermost one, with each next axis's plan as ``inner``."""
         found: Plan | None = None
         for level in reversed(range(len(self.axes))):
             first = (0,) * level
@@ -98,7 +101,7 @@ class AxisPartitioner:
         return found
 
     def find_divided_dims(self) -> dict[str, frozenset[int]]:
-        """Returns the dimensions of variables that the axes divide, by handle node (at the first coordinates)."""
+        """Returns which dimensions of each variable some axis shards, by the variable's handle node."""
         found: dict[str, set[int]] = {}
         for level in range(len(self.axes)):
             for name, placement in self.plan((0,) * level).variables.items():
@@ -107,7 +110,7 @@ class AxisPartitioner:
         return {name: frozenset(dims) for name, dims in found.items()}
 
     def program(self, at: tuple[int, ...]) -> Program:
-        """Returns the program that the ranks with these first coordinates run, its nodes in their scopes."""
+        """Returns the program that the ranks at coordinates ``at`` run, with each node in its original scope."""
         if at not in self._programs:
             scopes = self.expand_program(at[:-1]).by_name
             self._programs[at] = _restore_scopes(
@@ -116,7 +119,9 @@ class AxisPartitioner:
         return self._programs[at]
 
     def lower_program(self, at: tuple[int, ...]) -> Program:
-        """Lowers the program for these coordinates, and marks the exchanges along their last axis with its name."""
+        """Lowers the program over the axes that ``at`` covers, and marks the exchanges along the last of them with its
+        name.
+        """
         *before, coordinate = at
         level, outer, axis = len(before), tuple(before), self.axes[len(before)].name
         plan = replace(self.plan(outer), micro_batches=self.settings.time.micro_batches)
@@ -126,10 +131,11 @@ class AxisPartitioner:
         return join_sums(lowered, self._find_joined_sums(outer), axis)
 
     def _find_joined_sums(self, at: tuple[int, ...]) -> dict[str, tuple[Reshard, Node]]:
-        """Finds the sums along earlier axes that are merged with those along the next axis (see ``sums_to_join``).
+        """Finds the all-reduces along earlier axes that are merged with all-reduces along the next axis (see
+        ``sums_to_join``).
 
-        If all ranks run the same program but for values, the result for the first coordinates is used, so that all
-        agree.
+        All groups must merge the same ones, so the answer for the first coordinates is used where all ranks run the
+        same nodes.
         """
         at = at if self.is_like_first(at) else (0,) * len(at)
         if at not in self._sums:
@@ -138,11 +144,12 @@ class AxisPartitioner:
         return self._sums[at]
 
     def is_computing_everywhere(self) -> bool:
-        """Tells whether every rank computes: no scope is on some ranks only, and no group is without rows.
+        """Returns True if every rank computes: no scope is limited to some ranks, and no group of ranks is without
+        rows.
 
-        Ranks without work have constants instead of results.
+        Ranks without work hold constants instead of results.
         """
-        depth = len(self.axes) - (self.settings.time.micro_batches == 1)  # how much smaller than all ranks groups are
+        depth = len(self.axes) - (self.settings.time.micro_batches == 1)  # levels of groups that all need rows
         counts = [max(1, prod(self.sizes[level:]) // self.shared) for level in range(1, depth + 1)]
         rows = [
             sum(list_sizes(b)[i : i + n]) for b in self.rows for n in counts for i in range(0, len(list_sizes(b)), n)
@@ -150,19 +157,21 @@ class AxisPartitioner:
         return all(rows) and not map_named_ranks(self._programs[()])
 
     def _is_adding_everywhere(self, level: int) -> bool:
-        """Tells whether each coordinate of the axes before ``level`` contributes to all sums along them."""
+        """Returns True if every coordinate of the axes before ``level`` has a non-empty shard for each partial sum
+        along them.
+        """
         outer = (self.plan((0,) * before).strategies[""].values() for before in range(level))
         adds = (s.inputs for one in outer for s in one if any(isinstance(p, Partial) for p in s.outputs))
         return all(all(p.sizes) for inputs in adds for p in inputs if isinstance(p, Shard))
 
     def expand_program(self, at: tuple[int, ...]) -> Program:
-        """Returns ``program(at)`` with the composite ops expanded for the next axis's plan."""
+        """Returns ``program(at)`` with the composite ops decomposed that the next axis's plan needs in simple ops."""
         if at not in self._expanded:
             self._expanded[at] = expand(self.program(at), self.plan(at).expanded, self.settings_at(at))
         return self._expanded[at]
 
     def plan(self, at: tuple[int, ...]) -> Plan:
-        """Returns the plan of the axis after these coordinates, which is made at the first call."""
+        """Returns the plan of the next axis for the ranks at coordinates ``at``; makes it at the first call."""
         if at not in self._plans:
             level, settings = len(at), self.settings_at(at)
             if any(at):
@@ -179,22 +188,24 @@ class AxisPartitioner:
         return self._plans[at]
 
     def view_program(self, program: Program, level: int) -> Program:
-        """Returns the program as seen along axis number ``level``."""
+        """Returns the program with only those scopes that concern axis number ``level``, for the planner of one
+        axis.
+        """
         return project_to_axis(program, self.axes[level].name, self.axes)
 
     def position(self, at: tuple[int, ...]) -> int:
-        """Returns the position in the mesh of the first rank with these coordinates."""
+        """Returns the position in the mesh of the first rank whose coordinates begin with ``at``."""
         return sum(c * prod(self.sizes[i + 1 :]) for i, c in enumerate(at))
 
     def _complete_plan(self, at: tuple[int, ...], settings: PlanSettings) -> Plan:
-        """Adapts the model plan, that of the first coordinates, to the program of the ranks at other coordinates."""
+        """Adapts the plan made for the first coordinates to the program of the ranks at coordinates ``at``."""
         level = len(at)
         model = self.plan((0,) * level)
         if self.is_like_first(at):
             return replace(model, batch_inputs=settings.batch.inputs or ())
         program = self.view_program(self.program(at), level)
         model = _shrink_variables(model, program)
-        # Where the first coordinates exchange nothing, the others all have to do alike: they take whole tensors.
+        # Exchanges that the model plan lacks must be alike in every group, so they take replicated tensors.
         known = model.strategies[""]
         whole = {
             n.name: Strategy((B,) * len(n.inputs), (B,) * len(n.outputs), "alike in every group")
@@ -210,20 +221,26 @@ class AxisPartitioner:
         return found
 
     def _refuse_unlike(self, name: str, mine: Strategy, first: Strategy, at: tuple[int, ...]) -> None:
-        """Raises PlanError where groups of ranks would exchange a tensor of which they hold different parts."""
+        """Raises PlanError if groups of ranks would exchange a tensor of which they hold different parts.
+
+        Args:
+          name: the node that exchanges it.
+          mine: the node's strategy in the group at ``at``.
+          first: the node's strategy in the first group.
+        """
         if not same_kind(mine, first):
             raise PlanError(
                 "groups of ranks would exchange a tensor of which they hold different parts",
                 op=name,
-                given=f"{mine} in the group at {at}, {first} in the first one",
+                given=f"{mine} in the group at coordinates {at} of the mesh, {first} in the first group",
                 expected="the same parts in every group",
                 action=f"give each group of the axis {self.axes[len(at) - 1].name} the same number of rows",
             )
 
     def settings_at(self, at: tuple[int, ...]) -> PlanSettings:
-        """Returns the settings for planning the axis after these coordinates.
+        """Returns the settings for planning the next axis for the ranks at coordinates ``at``.
 
-        Statistics and random numbers are then those of a group of ranks.
+        They have the rows of these ranks; batch statistics and random streams are those of a group of ranks.
         """
         level, sizes = len(at), self.sizes
         last = level == len(sizes) - 1
@@ -259,20 +276,24 @@ class AxisPartitioner:
         return self.settings.but(**changes)
 
     def _list_rank_inputs(self, at: tuple[int, ...]) -> tuple[BatchInput, ...]:
-        """Returns the batch inputs with the rows of each rank that has these first coordinates."""
+        """Returns the batch inputs with the rows of only the ranks whose coordinates begin with ``at``."""
         if len(at) >= self.row_axes:
             return ()
         first, count = self.position(at) // self.shared, prod(self.sizes[len(at) :]) // self.shared
         return tuple(replace(b, placement=change_sizes(b, list_sizes(b)[first : first + count])) for b in self.rows)
 
     def has_rows_of_first(self, at: tuple[int, ...]) -> bool:
-        """Tells whether the ranks with these first coordinates have as many rows as those with the first ones."""
+        """Returns True if the ranks at coordinates ``at`` have as many rows as those at the first coordinates."""
         return [list_sizes(b) for b in self._list_rank_inputs(at)] == [
             list_sizes(b) for b in self._list_rank_inputs((0,) * len(at))
         ]
 
     def is_like_first(self, at: tuple[int, ...]) -> bool:
-        """Tells whether the ranks with these coordinates run the same program as the first ones, but for values."""
+        """Returns True if the ranks at ``at`` run the same nodes, with the same types, as those at the first
+        coordinates.
+
+        Values of constants may differ. Such ranks can use the first coordinates' plan.
+        """
         if at not in self._alike:
             self._alike[at] = not any(at) or (self.has_rows_of_first(at) and self._is_running_as_first(at))
         return self._alike[at]
@@ -285,13 +306,14 @@ class AxisPartitioner:
         return surely or is_alike(self.program(at), self.program(first))
 
     def cut_own_rows(self, lowered: Program, program: Program, at: tuple[int, ...]) -> Program:
-        """Makes ``lower_program``, the program of the rank at ``at``, take whole batches and cut its group's rows from
-        them.
+        """Makes a rank's lowered program take whole batches, out of which it slices its group's rows.
 
-        The last axis that divides rows cuts a coordinate's rows by itself.
+        The last axis that divides rows slices a rank's rows out of its group's by itself, so that only groups along
+        earlier axes need this.
 
         Args:
-          program: the program whose inputs are whole.
+          lowered: the result of ``lower_program`` for the rank's coordinates ``at``.
+          program: the program whose inputs are whole batches.
         """
         outer = at[: self.row_axes - 1]
         for b in self.rows:
@@ -302,20 +324,20 @@ class AxisPartitioner:
         return lowered
 
     def _list_groups(self, at: tuple[int, ...]) -> list[range]:
-        """Returns the mesh positions of the ranks at each coordinate of the axis after ``at``."""
+        """Returns, for each coordinate of the next axis, the mesh positions of the ranks at that coordinate."""
         first, count = self.position(at), prod(self.sizes[len(at) + 1 :])
         return [range(first + c * count, first + (c + 1) * count) for c in range(self.sizes[len(at)])]
 
     def _name_ranks(self, positions: Sequence[int]) -> Sequence[int]:
-        """Returns the ranks at positions of the mesh."""
+        """Returns the ranks at these positions of the mesh."""
         order = self.settings.rank_order
         return [order[i] for i in positions] if order else positions
 
     def _group_coordinates(self, at: tuple[int, ...]) -> list[tuple[int, int]]:
-        """Groups the coordinates of the axis after ``at`` into the first one, and the others by their rows.
+        """Groups the coordinates of the next axis by the rows of their ranks; coordinate 0 forms a group of its own.
 
         Returns:
-          (a coordinate, number of coordinates like it) for each class.
+          (a coordinate, number of coordinates like it) for each group.
         """
         found: dict[tuple, list[int]] = {}
         for c, group in enumerate(self._list_groups(at)):
@@ -324,7 +346,9 @@ class AxisPartitioner:
         return [(members[0], len(members)) for members in found.values()]
 
     def _count_bytes(self, at: tuple[int, ...]) -> int:
-        """Returns the logical bytes that move along the axes after these coordinates."""
+        """Returns the logical bytes that a step moves along all axes after ``at``, within the ranks at these
+        coordinates.
+        """
         if len(at) == len(self.axes):
             return 0
         plan = self.plan(at)
@@ -336,8 +360,8 @@ class AxisPartitioner:
         return own + sum(n * self._count_bytes((*at, c)) for c, n in self._group_coordinates(at))
 
     def _find_counted_elsewhere(self, at: tuple[int, ...]) -> set[str]:
-        """Returns the keys of sums that were merged with those along earlier axes, and are counted in their first
-        group.
+        """Returns the keys of merged sums whose bytes are counted in the first group along the earlier axis, not at
+        ``at``.
         """
         here = {a.name for a, c in zip(self.axes, at) if c}
         return {
@@ -345,7 +369,9 @@ class AxisPartitioner:
         }
 
     def _count_repeats(self, at: tuple[int, ...], plan: Plan) -> dict[str, int]:
-        """Counts the occurrences of each reshard, by its key: once in each group that has the whole tensor."""
+        """Returns how often each reshard of ``plan`` happens, by its key: once in each group that has the whole
+        tensor.
+        """
         found: dict[str, int] = dict.fromkeys((r.key for r in plan.reshards if r.bytes), 1)
         below = at
         for level in range(len(at) + 1, len(self.axes)):
@@ -355,13 +381,13 @@ class AxisPartitioner:
         return found
 
     def _find_whole_exchanges(self, at: tuple[int, ...], keys: Collection[str]) -> set[str]:
-        """Returns those of the exchanges ``keys`` of an earlier axis that the next axis does not divide."""
+        """Returns those of ``keys``, exchanges along an earlier axis, whose tensors the next axis does not shard."""
         strategies, program = self.plan(at).strategies, self.expand_program(at)
         found = set()
         for graph, body in (("", program), *program.functions.items()):
             for node in body.nodes if graph in strategies else ():
                 key = str(node.attrs.get("key", "")) if node.op in EXCHANGES else ""
-                key = key if key in keys else key.rpartition("/")[0]  # sends and receives say who
+                key = key if key in keys else key.rpartition("/")[0]  # keys of sends and receives end with their ranks
                 strategy = strategies[graph].get(node.name)
                 if key in keys and strategy is not None:
                     if not any(isinstance(p, Shard) for p in strategy.inputs + strategy.outputs):
@@ -370,43 +396,51 @@ class AxisPartitioner:
 
 
 def make_partitioner(program: Program, plan: Plan, settings: PlanSettings) -> AxisPartitioner:
-    """Creates the partitioner of a normalised program under a plan of one or several axes."""
+    """Creates the partitioner of a normalised program from a finished plan, of one or several axes."""
     axes = [Axis(p.axis or f"axis_{i}", p.size) for i, p in enumerate(iterate_levels(plan))]
     handles = [v.node for v in program.variables]
     models = []
     for level in iterate_levels(plan):
-        # A plan of stages names the variables of its own groups; what others hold is in the whole program as well.
+        # A plan of stages lists the variables of its own groups only, but the program has those of all groups.
         lying = {n: s.outputs[0] for n in handles if (s := level.strategies[""].get(n)) is not None}
         models.append(replace(level, variables={n: p for n, p in lying.items() if isinstance(p, Shard)}))
     return AxisPartitioner(program, settings, axes, plan.batch_inputs, models)
 
 
 def list_sizes(b: BatchInput) -> tuple[int, ...]:
-    """Returns the rows of each rank."""
+    """Returns the rows of each coordinate of a batch input."""
     assert isinstance(b.placement, Shard)
     return b.placement.sizes
 
 
 def change_sizes(b: BatchInput, sizes: tuple[int, ...]) -> Shard:
-    """Returns the batch input's placement with other numbers of rows."""
+    """Returns the placement of a batch input with ``sizes`` as the rows of each coordinate."""
     assert isinstance(b.placement, Shard)
     return shard(b.placement.dim, sizes, b.placement.blocks)
 
 
 def sum_sizes(b: BatchInput, group: int) -> Shard:
-    """Returns the batch input's placement over groups of ``group`` ranks: the rows of each group."""
+    """Returns the placement of a batch input over groups of ``group`` consecutive ranks, with the rows of each
+    group.
+    """
     sizes = list_sizes(b)
     return change_sizes(b, tuple(sum(sizes[i : i + group]) for i in range(0, len(sizes), group)))
 
 
 def count_axes_with_rows(sizes: Sequence[int], groups: int) -> int:
-    """Counts the first axes that together have ``groups`` coordinates, each with its own rows."""
+    """Returns how many of the outermost axes are needed to have at least ``groups`` coordinates together.
+
+    Args:
+      sizes: number of coordinates of each axis.
+      groups: number of groups of ranks with rows of their own.
+    """
     return next(n for n in range(len(sizes) + 1) if prod(sizes[:n]) >= groups)
 
 
 def _shrink_variables(model: Plan, program: Program) -> Plan:
-    """Returns ``model`` with variables cut to their sizes in ``program``, which may be smaller than those at the first
-    coordinates.
+    """Returns the plan ``model`` with its variables' shards adapted to their sizes in ``program``.
+
+    An earlier axis that cuts a variable unevenly leaves other coordinates less of it than the first one.
     """
     cuts: dict[str, Placement] = {}
     for name, p in model.variables.items():
@@ -427,7 +461,7 @@ def _format_ranks(ranks: Sequence[int]) -> str:
 
 
 def _restore_scopes(lowered: Program, known: Mapping[str, str]) -> Program:
-    """Restores the scopes of the nodes of ``lower_program``; nodes added by lowering get their operand's scope."""
+    """Returns a lowered program with the nodes' original scopes; nodes that lowering added get an operand's scope."""
     scope: dict[str, str] = {}
     for node in lowered.nodes:
         found = [scope[r.node] for r in node.inputs if scope[r.node]]

@@ -1,7 +1,7 @@
-"""Exchanges rows of embedding tables by their ids (``whale.sharding_rules.embedding``); exchanges of tables are fused.
+"""Lowers the lookups and updates of embedding tables whose rows are sharded, to exchanges of rows by their ids.
 
-All lookups that do not depend on each other share their exchanges: one for the ids of all of them, one for the rows
-that are returned, one for the updates of rows.
+The exchange itself is described in ``whale.sharding_rules.embedding``. All lookups that do not depend on each other
+share their exchanges: one for the ids of all of them, one for the rows that are returned, one for the row updates.
 
 Decision: 0074.
 """
@@ -26,22 +26,23 @@ from whale.sharding_rules.embedding import SUMS_BY_ID
 from whale.sharding_rules.graph import make_op_view
 from whale.sharding_rules.registry import find_rule
 
-_GROUP = "group "  # begins what stands for sums that travel together
-_ROUTE_RESULTS = 4  # asked, back, sent, came: of each table
+_GROUP = "group "  # prefix of names that stand for a fused all-reduce
+_ROUTE_RESULTS = 4  # results of WhaleRouteIds for each table: asked, back, sent, came
 Get = Callable[[Ref, Placement], Ref | None]
-# Ids, how they lie, the first rows of the ranks, and the strides of the ids' columns.
+# Identifies ids that are sent: the tensor, its placement, the ranks' first rows, and the strides of the ids' columns.
 _Ids = tuple[Ref, Placement, tuple[int, ...], tuple[int, ...]]
 
 
 @dataclass
 class _JointExchange:
-    """A fused exchange under construction, with the contributions of each table.
+    """Holds a fused exchange that is being built, with what each table contributes to it.
 
     Attributes:
-      name: of the node; op: its type.
-      key: equal on all ranks.
-      tables: for each table its operands, its results, and the bytes that it is expected to send.
-      starts: for ids, the first rows of each table.
+      name: name of the exchange's node.
+      op: its op type.
+      key: name of the operation, equal on all ranks.
+      tables: (operands, result types, bytes that this rank is expected to send) for each table.
+      starts: for an exchange of ids, the numbers of the ranks' first rows, of all tables in turn.
     """
 
     name: str
@@ -52,7 +53,10 @@ class _JointExchange:
 
 
 class RowExchanges:
-    """Emits one graph's exchanges of rows; ids that were already sent to their owners are not sent again."""
+    """Emits the exchanges of table rows of one graph on one rank; ids are sent only once to the owners of their rows.
+
+    ``emit`` is called for each lookup or update, then ``finish`` emits the fused exchanges.
+    """
 
     def __init__(
         self, emitter: Emitter, program: Program, strategies: Mapping[str, Strategy], plan: Plan, graph: str
@@ -61,16 +65,18 @@ class RowExchanges:
         self.levels = _find_levels(program, strategies, plan, graph)
         self.together: dict[tuple[str, int, str], _JointExchange] = {}
         self.places: dict[_Ids, tuple[_JointExchange, int]] = {}  # where ids travel to their owners
-        self.counts: dict[str, int] = {}  # tables of each route
+        self.counts: dict[str, int] = {}  # name of an exchange of ids -> number of its tables
         for name in self.levels:
             self._reserve_place(program.by_name[name])
 
     def emit(self, node: Node, route: Route, local: Node, get: Get, moved: int) -> None:
-        """Emits the nodes that read rows or add to them.
+        """Emits the nodes for one lookup, or one addition to rows, whose rows are exchanged by their ids.
 
         Args:
-          node: of the program; local: on this rank, with whole ids.
-          get: returns a tensor in a placement on this rank.
+          node: the node in the program.
+          route: how its ids are sent to the owners of their rows.
+          local: the node on this rank, with ids that still number the rows of the whole table.
+          get: returns a tensor of the program in a given placement on this rank.
           moved: bytes that all ranks together are expected to send.
         """
         e, ids = self.emitter, self.program.find_type(node.inputs[route.ids])
@@ -101,7 +107,7 @@ class RowExchanges:
             e.nodes[node.name] = replace(local, inputs=(local.inputs[0], asked, sums))
 
     def _read(self, node: Node, route: Route, local: Node, asked: Ref, some: TensorType, ids: str) -> Ref:
-        """Emits the read of the requested rows on this rank, from a variable or a tensor."""
+        """Emits the read of the rows that other ranks asked for (``asked``) from this rank's shard of the table."""
         e, name = self.emitter, f"{node.name}/{self.emitter.prefix}"
         if node.op == "ResourceGather":
             read = replace(local, name=f"{name}_read", inputs=(local.inputs[0], asked), outputs=(some,))
@@ -125,7 +131,7 @@ class RowExchanges:
         return e.add(f"{name}_read", "GatherV2", (table, asked, first), kinds, (some,))
 
     def _add_up(self, node: Node, route: Route, local: Node, asked: Ref, sums: Ref, ids: str) -> None:
-        """Emits this rank's rows of a table as result: the sums of the received values for each row, zeros for other
+        """Emits this rank's shard of a table that is a result: per row the sum of the received values, zeros for other
         rows.
         """
         e, found = self.emitter, local.outputs[0]
@@ -146,7 +152,7 @@ class RowExchanges:
             self._transpose(node.name, table, TensorType(found.dtype, tuple(shape)), 0, route.dim)
 
     def _emit_size(self, name: str, node: Node, local: Node, at: int) -> Ref:
-        """Emits one size, as an int32, of the shape that is the last operand of a scatter."""
+        """Emits, as an int32 scalar, size number ``at`` of the shape that is the last operand of a scatter."""
         e, t = self.emitter, self.program.find_type(node.inputs[-1])
         one = e.pick(name, local.inputs[-1], t.dtype, at)
         if t.dtype == "int32":
@@ -155,10 +161,16 @@ class RowExchanges:
         return e.add(f"{name}_int32", "Cast", (one,), kinds, (TensorType("int32", ()),))
 
     def _convert_numbers(self, name: str, numbers: Ref, route: Route, size: Ref, dtype: str) -> tuple[Ref, Ref]:
-        """Converts row numbers to the strides that apply when one size, known only in the step, is ``size``.
+        """Converts row numbers that were counted with an assumed size of one dimension to its real size, known at run
+        time.
+
+        Args:
+          numbers: the rows' numbers on this rank.
+          size: the real size, an int32 scalar.
+          dtype: dtype of the row numbers.
 
         Returns:
-          (the numbers of this rank's rows, its number of rows).
+          (the converted row numbers, this rank's number of rows).
         """
         e, inner, kind = self.emitter, route.strides[route.unknown or 0], {"T": DType(dtype)}
         outer = min(n for n in route.strides if n > inner)
@@ -183,7 +195,7 @@ class RowExchanges:
         return counted, rows
 
     def _transpose(self, name: str, source: Ref, t: TensorType, dim: int, to: int) -> Ref:
-        """Transposes ``source``, of type ``t``, so that dimension ``dim`` is at place ``to``."""
+        """Transposes ``source``, of type ``t``, so that its dimension ``dim`` becomes dimension ``to``."""
         order = list(range(len(t.shape or ())))
         order.insert(to, order.pop(dim))
         perm = self.emitter.const(f"{name}/perm", np.array(order, np.int32))
@@ -192,10 +204,10 @@ class RowExchanges:
         return self.emitter.add(name, "Transpose", (source, perm), kinds, (TensorType(t.dtype, shape),))
 
     def finish(self) -> None:
-        """Emits the exchanges, once it is known which tables share them."""
+        """Emits the fused exchanges, after all tables that share them were added by ``emit``."""
         e = self.emitter
         for (_, _, dtype), one in self.together.items():
-            # Operand by operand, and result by result, all tables.
+            # The op takes the first operand of all tables, then the second of all tables, and so on; results likewise.
             inputs = [ref for operand in zip(*(operands for operands, _, _ in one.tables)) for ref in operand]
             outputs = [t for result in zip(*(results for _, results, _ in one.tables)) for t in result]
             attrs = {"N": len(one.tables), "key": one.key}
@@ -212,7 +224,7 @@ class RowExchanges:
         return (*self._find_origin(node.inputs[route.ids], strategy.inputs[route.ids]), route.starts, route.strides)
 
     def _reserve_place(self, node: Node) -> None:
-        """Reserves a place for the node's ids in the fused exchange, unless they have one."""
+        """Reserves a position in the fused exchange of ids for a node's ids, unless the same ids have one already."""
         key = self._make_key(node)
         if key not in self.places:
             one = self._find_exchange("ids", "WhaleRouteIds", node, self.program.find_type(key[0]).dtype)
@@ -221,7 +233,7 @@ class RowExchanges:
             one.starts += key[2]
 
     def _send_ids(self, key: _Ids, together: _JointExchange, place: int, get: Get, expected: int) -> int:
-        """Adds the ids to the fused exchange, at their first use, and returns their count on this rank."""
+        """Adds ids to the fused exchange of ids at their first use, and returns how many of them this rank has."""
         ref, placement, _, strides = key
         e, t = self.emitter, self.program.find_type(ref)
         assert isinstance(placement, Shard), placement
@@ -236,8 +248,9 @@ class RowExchanges:
         return count
 
     def _emit_numbers(self, name: str, ids: Ref, dtype: str, count: int, strides: tuple[int, ...]) -> Ref:
-        """Emits the row numbers of ids as one vector; an id of several columns is an index of several coordinates, of
-        which ``strides`` make one number.
+        """Emits the row numbers of ids as one vector.
+
+        An id with several columns addresses several dimensions; its row number is the sum of columns times ``strides``.
         """
         e, kind = self.emitter, {"T": DType(dtype)}
         if not strides:
@@ -265,13 +278,17 @@ class RowExchanges:
         results: tuple[TensorType, ...],
         sent: int,
     ) -> Ref:
-        """Adds a table to a fused exchange and returns the table's result."""
+        """Adds one table's operands to a fused exchange, and returns the tensor that will hold the table's result."""
         one = self._find_exchange(word, op, node, dtype)
         one.tables.append((operands, results, sent))
         return Ref(one.name, len(one.tables) - 1)
 
     def _find_origin(self, ref: Ref, placement: Placement) -> tuple[Ref, Placement]:
-        """Follows views back to the tensor that has the same elements as ``ref`` on each rank, in the same order."""
+        """Follows reshapes and identities back to the tensor with the same elements as ``ref`` on each rank, in the
+        same order.
+
+        Lookups of the same ids in different shapes thus send these ids only once.
+        """
         while isinstance(placement, Shard) and placement.dim == 0 and placement.blocks == 1:
             made = self.program.by_name[ref.node]
             if made.op not in IDENTITIES | RESHAPES or not made.inputs:
@@ -287,10 +304,14 @@ class RowExchanges:
 
 
 def emit_sums(e: Emitter, name: str, ids: Ref, rows: Ref, of_ids: TensorType, of_rows: TensorType) -> Ref:
-    """Emits ``WhaleSumsById`` on a rank: node ``name`` has the unique ids; returns the sums of the rows of each id.
+    """Emits ``WhaleSumsById`` on a rank: node ``name`` yields the unique ids, and the result holds each id's sum of
+    rows.
 
     Args:
-      ids, rows: the rank's own, of these types.
+      ids: the rank's own ids.
+      rows: a row for each of these ids.
+      of_ids: type of ``ids``.
+      of_rows: type of ``rows``.
     """
     each = TensorType("int32", of_ids.shape)
     kinds = {"T": DType(of_ids.dtype), "out_idx": DType("int32")}
@@ -303,14 +324,15 @@ def emit_sums(e: Emitter, name: str, ids: Ref, rows: Ref, of_ids: TensorType, of
 
 
 def find_sums(e: Emitter, name: str) -> str:
-    """Returns the name of the node with the sums of ``WhaleSumsById`` on a rank."""
+    """Returns the name of the node that holds the sums when ``emit_sums`` has emitted the op called ``name``."""
     return f"{name}/{e.prefix}_sums"
 
 
 def _find_levels(program: Program, strategies: Mapping[str, Strategy], plan: Plan, graph: str) -> dict[str, int]:
-    """Returns, for each node that exchanges rows, the number of such nodes on the longest path to it.
+    """Returns the level of each node that exchanges rows: how many such nodes are before it on the longest path.
 
-    Nodes of one level do not wait for each other, nor for sums that are fused with a predecessor's.
+    Nodes of one level do not depend on each other, so their exchanges can be fused. A fused all-reduce waits for all
+    its operands, so it counts as one node of such a path.
     """
     routed = [n for n in program.nodes if _is_routed(program, n, strategies[n.name], plan.size)]
     if not routed:
@@ -318,7 +340,9 @@ def _find_levels(program: Program, strategies: Mapping[str, Strategy], plan: Pla
     names, found = {n.name for n in routed}, dict[str, int]()
 
     def list_predecessors(name: str) -> list[str]:
-        """Returns the nodes, and fused groups of sums, that a node or such a group waits for."""
+        """Returns the names of the nodes and fused all-reduces that ``name``, itself a node or a fused all-reduce,
+        waits for.
+        """
         if name.startswith(_GROUP):
             return [m.ref.node for m in plan.groups[int(name[len(_GROUP) :])]]
         node = program.by_name[name]
@@ -353,5 +377,5 @@ def _is_routed(program: Program, node: Node, strategy: Strategy, parts: int) -> 
 
 
 def remove_owner_mark(node: Node) -> Node:
-    """Returns the node without the mark that allows its rows to be on their owners along this axis."""
+    """Returns the node without its ``owned_rows`` mark, which concerns only the mesh axis that is being lowered."""
     return node.with_marks(owned_rows=False) if node.marks.owned_rows else node

@@ -1,10 +1,11 @@
-"""Plans a program and lowers it to the ranks' programs: the same for runs, dry runs and predictions.
+"""Plans a program and lowers it to the ranks' programs; runs, dry runs and predictions all use these functions.
 
 make_any_plan        plans a normalised program, in stages if it has any
 PARTITION            the passes that turn a program and its plan into the ranks' programs
-decompose            runs the first pass only
-lower_ranks          runs the passes for some ranks
-lower_planned_ranks  plans a normalised program and lowers it; lower_first_ranks does so with a captured one
+decompose            runs only the first of these passes, which decomposes composite ops
+lower_ranks          runs all of them, for some ranks
+lower_planned_ranks  plans a normalised program and lowers it
+lower_first_ranks    normalises a captured program, plans it and lowers it for the first ranks
 lower_shown_ranks    lowers the ranks that reports show
 add_memory           adds the predicted bytes of the ranks to the plan
 
@@ -52,10 +53,10 @@ _MOST_RANKS_SHOWN = 8
 
 
 def make_any_plan(program: Program, settings: PlanSettings, first: FirstLayouts | None = None) -> Plan:
-    """Plans a normalised program, in stages if it has any.
+    """Plans a normalised program, as a pipeline if it has stages.
 
     Args:
-      first: cached layouts from other plans of the program without stages, which may have other split scopes.
+      first: cache of layouts from earlier plans of the program without stages, which may have had other split scopes.
 
     Raises:
       PlanError: see ``plan_program`` and ``plan_stage_groups``.
@@ -72,11 +73,11 @@ def make_any_plan(program: Program, settings: PlanSettings, first: FirstLayouts 
 
 @dataclass(frozen=True, slots=True)
 class RankPrograms:
-    """The programs derived from a program and its plan.
+    """Holds what the passes of ``PARTITION`` have made so far of a program and its plan.
 
     Attributes:
-      expanded: the program with composite ops expanded for the plan.
-      ranks: the program of each rank; (): not made yet.
+      expanded: the program with composite ops decomposed for the plan.
+      ranks: the program of each rank; () before the pass that makes them.
     """
 
     expanded: Program
@@ -84,20 +85,21 @@ class RankPrograms:
 
     @property
     def programs(self) -> tuple[Program, ...]:
-        """Returns the latest form: the ranks' programs, or the expanded program of all ranks."""
+        """Returns the latest programs: those of the ranks, or else the expanded program."""
         return self.ranks or (self.expanded,)
 
 
 @dataclass(frozen=True, slots=True)
 class PartitionContext:
-    """The inputs that all passes of PARTITION share, beside the programs.
+    """Holds the inputs that all passes of ``PARTITION`` share, beside the programs.
 
     Attributes:
-      program: normalised, as it was planned.
-      settings: with as many micro-batches as the plan has.
+      program: the normalised program for which the plan was made.
+      plan: the plan.
+      settings: the settings, with as many micro-batches as the plan has.
       ranks: the ranks whose programs are wanted.
-      comm: name of their communicator.
-      what: the program's description, for errors of its exchanges.
+      comm: name of the ranks' communicator.
+      what: description of the program, for error messages of its exchanges.
     """
 
     program: Program
@@ -142,7 +144,8 @@ def _lower_in_stages(made: RankPrograms, c: PartitionContext) -> RankPrograms:
 
 
 def _divide_large_attention(program: Program, c: PartitionContext) -> Program:
-    return in_blocks_if_large(program, c.settings.memory.scores_bytes * c.plan.micro_batches)  # of the rows of all
+    # The program has the rows of all micro-batches here.
+    return in_blocks_if_large(program, c.settings.memory.scores_bytes * c.plan.micro_batches)
 
 
 def _divide_in_micro_batches(made: RankPrograms, c: PartitionContext) -> RankPrograms:
@@ -166,7 +169,7 @@ def _give_sums_to_horovod(made: RankPrograms, c: PartitionContext) -> RankProgra
 DECOMPOSE: tuple[_PartitionPass, ...] = (
     Pass(
         "decompose",
-        "takes composite operations apart that the plan needs in simple ones",
+        "decomposes composite operations that the plan needs as simple ones",
         _expand,
         When("a plan that names some", lambda c: bool(c.plan.expanded)),
     ),
@@ -184,7 +187,7 @@ PARTITION: Table[RankPrograms, PartitionContext] = Table(
         ),
         Pass(
             "partition_mesh",
-            "the same axis by axis",
+            "gives each rank local shapes and exchanges, one mesh axis after the other",
             _lower_along_mesh,
             When("mesh", lambda c: not c.plan.stage_groups and bool(c.plan.inner or c.plan.rank_order)),
         ),
@@ -202,24 +205,24 @@ PARTITION: Table[RankPrograms, PartitionContext] = Table(
         ),
         Pass(
             "attention_in_blocks",
-            "writes such attentions block by block of queries",
+            "rewrites these attentions to process their queries block by block",
             _apply_to_each(lambda p, c: divide_attention_in_blocks(p)),
         ),
         Pass(
             "micro_batches",
-            "makes what is done for each micro-batch a function, and calls it for each",
+            "moves what each micro-batch computes into a function, which is called for each",
             _divide_in_micro_batches,
             When("pipeline.micro_batches", lambda c: c.plan.micro_batches > 1 and not c.plan.stage_groups),
         ),
         Pass(
             "fuse_sums",
-            "lets sums along all axes of a mesh travel together",
+            "fuses all-reduces along all axes of a mesh",
             _fuse_sums,
             When("mesh", lambda c: any(p.inner is not None for p in (c.plan, *c.plan.others))),
         ),
         Pass(
             "sums_to_horovod",
-            "gives sums over all ranks to Horovod",
+            "replaces all-reduces over all ranks by Horovod's",
             _give_sums_to_horovod,
             When(
                 "communication.backend=horovod with a mesh or stages",
@@ -230,12 +233,12 @@ PARTITION: Table[RankPrograms, PartitionContext] = Table(
         ),
         Pass(
             "bare_receives",
-            "takes the operands away by which receives of ring attention were laid out",
+            "removes the operands from which receives of ring attention took their placement",
             _apply_to_each(lambda p, c: remove_examples(p)),
         ),
         Pass(
             "offload",
-            "computes in the host's memory what lies there, and copies what crosses",
+            "runs operations on offloaded variables in the host's memory, and copies tensors that cross",
             _apply_to_each(lambda p, c: offload(p, c.plan.offloaded)),
             When("memory.offload", lambda c: bool(c.plan.offloaded)),
         ),
@@ -247,7 +250,7 @@ PARTITION: Table[RankPrograms, PartitionContext] = Table(
 
 
 def decompose(program: Program, plan: Plan, settings: PlanSettings) -> Program:
-    """Returns a normalised program with composite ops expanded for its plan, by the first pass of ``PARTITION``."""
+    """Returns a normalised program with those composite ops decomposed that its plan needs in simple ops."""
     context = PartitionContext(program, plan, settings)
     return run_passes(PARTITION, RankPrograms(program), context, settings.observer, DECOMPOSE).expanded
 
@@ -261,13 +264,13 @@ def lower_ranks(
     what: str = "",
     expanded: Program | None = None,
 ) -> list[Program]:
-    """Lowers a program under a plan to the programs of ``ranks``: local shapes, exchanges, and micro-batches if any.
+    """Lowers a program under a plan to the programs of ``ranks``, with local shapes, exchanges and micro-batches.
 
     Args:
-      program: normalised.
+      program: the normalised program.
       comm: name of the ranks' communicator.
-      what: the program's description, for errors of its exchanges; "": its name.
-      expanded: the program with composite ops expanded, if made already (``decompose``).
+      what: description of the program, for error messages of its exchanges; "": its name.
+      expanded: the result of ``decompose``, if the caller has it; None: it is computed here.
 
     Raises:
       PlanError: the plan lacks a strategy or a reshard, or a value of all micro-batches is needed before the last one.
@@ -283,7 +286,7 @@ def lower_ranks(
 
 
 def _list_axis_groups(plan: Plan, rank: int) -> list[tuple[int, ...]]:
-    """Lists the groups of ranks that communicate with ``rank`` along axes of the mesh; those along most axes first."""
+    """Lists the groups of ranks with which ``rank`` may communicate: along all mesh axes, then along fewer of them."""
     group = next((group for group in plan.stage_groups if rank in group.ranks), None)
     mesh = (
         make_mesh(plan.find_group_plan(group), group.ranks) if group is not None else make_mesh(plan, plan.mesh_ranks)
@@ -295,19 +298,20 @@ def _list_axis_groups(plan: Plan, rank: int) -> list[tuple[int, ...]]:
 
 
 def lower_planned_ranks(program: Program, settings: PlanSettings, ranks: Sequence[int]) -> list[Program]:
-    """Plans a normalised program in this process alone and returns the programs of ``ranks``.
+    """Plans a normalised program, without asking other ranks, and returns the programs of ``ranks``.
 
     Raises:
-      PlanError: it cannot be divided that way.
+      PlanError: the settings cannot be applied to the program.
     """
     return lower_ranks(program, make_any_plan(program, settings), settings, ranks)
 
 
 def lower_first_ranks(settings: PlanSettings, captured: Program) -> dict[int, Program]:
-    """Plans a program as it was captured and returns the programs of its first ranks, by rank.
+    """Normalises, plans and lowers a captured program; returns rank -> program with kernels substituted, for up to 8
+    ranks.
 
     Raises:
-      PlanError: it cannot be divided that way.
+      PlanError: the settings cannot be applied to the program.
     """
     ranks = _list_shown(settings)
     return dict(
@@ -321,10 +325,11 @@ def lower_shown_ranks(
     settings: PlanSettings,
     find_xla: Callable[[Sequence[Program]], XlaKernels | None] = lambda programs: None,
 ) -> list[Program]:
-    """Lowers the ranks that reports show, as they are predicted: all of them, or the first ones if there are many.
+    """Lowers the ranks that reports show, up to the first eight, with the kernels that predictions assume.
 
     Args:
-      find_xla: returns XLA's kernels, if a run has XLA compile parts of these programs; asked where passes are watched.
+      find_xla: returns XLA's kernels if a run lets XLA compile parts of these programs, else None; called only if
+        passes are observed.
     """
     with suspend_garbage_collection():
         ranks = lower_ranks(program, plan, settings, _list_shown(settings))
@@ -335,10 +340,10 @@ def lower_shown_ranks(
 
 
 def add_memory(plan: Plan, ranks: Sequence[Program], settings: PlanSettings) -> Plan:
-    """Adds to ``plan`` the predicted bytes of its ranks, and how many of the first one's writes are fused.
+    """Returns ``plan`` with the predicted bytes of its ranks, and with the number of fused updates of the first rank.
 
     Args:
-      ranks: their programs (``lower_shown_ranks``).
+      ranks: the result of ``lower_shown_ranks``.
     """
     each = step_bytes_of_ranks(ranks, settings.size)
     memory = {name: tuple(f[name] for f in each) for name in CATEGORIES}
@@ -349,15 +354,13 @@ def _list_shown(settings: PlanSettings) -> range:
     return range(min(settings.size, _MOST_RANKS_SHOWN))
 
 
-# Hands sums over all ranks to Horovod, where a step runs over several mesh axes or in stages.
-#
-# Horovod connects all ranks, so sums over some of them stay with Whale. Plans of one axis decide by themselves who
-# carries out what (``whale.passes.resharding``).
+# Used where a step runs over several mesh axes or in stages. In a plan of one axis each reshard has its own backend
+# (``whale.passes.resharding``). Horovod connects all ranks, so that it cannot sum over some of them.
 def give_to_horovod(program: Program, rank: int, size: int, comm: str) -> Program:
-    """Replaces a rank program's sums over all ranks by Horovod's op, where that is possible.
+    """Replaces the sums over all ranks in a rank's program by Horovod's op, where possible.
 
-    Horovod gets the gradients: they wait for the same nodes on all ranks, and few nodes wait for them. Sums in loops,
-    branches and micro-batches stay with Whale.
+    Horovod gets only sums that updates alone read (gradients): on all ranks they wait for the same nodes. Sums in
+    loops, branches and micro-batches stay with Whale, and so do sums over some of the ranks.
     """
     emitter = Emitter(rank, size, comm)
     moved: dict[Ref, Ref] = {}

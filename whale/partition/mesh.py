@@ -1,14 +1,15 @@
 """Plans and lowers a program over a mesh of any number of axes, one axis at a time: program -> program.
 
-A rule says what one axis may do, and several axes do it one after the other. The program is planned and lowered for the
-outermost axis; what the ranks of one coordinate then run is a program again, with local shapes and communication ops,
-and is planned and lowered for the next axis like any other. Communication ops of earlier axes have rules like other
-ops: each rank of a group sends the part that it holds to the ranks of equal place in the other groups.
+A sharding rule covers one mesh axis; several axes apply their rules one after the other. The program is planned and
+lowered for the outermost axis. What the ranks at one coordinate then run is again a program, with local shapes and
+communication ops, and it is planned and lowered for the next axis like any other. Communication ops of earlier axes
+have sharding rules too: each rank of a group exchanges its shard with the ranks of the same place in the other groups.
 
-An axis divides tensors under the ``wh.split`` scopes that name it and rows elsewhere (``whale.passes.analysis.axes``).
+An axis shards tensors under the ``wh.split`` scopes that name it, and rows of the batch elsewhere
+(``whale.passes.analysis.axes``).
 
-  plan_program    the plan of a normalised program over the axes that make a difference
-  lower_mesh      what each rank runs under a plan
+plan_program    plans a normalised program over the mesh axes that affect it
+lower_mesh      returns the program of each rank under a plan
 
 Decision: 0064.
 """
@@ -36,10 +37,10 @@ from whale.passes.settings import PlanSettings
 
 
 def plan_program(program: Program, settings: PlanSettings, first: FirstLayouts | None = None) -> Plan:
-    """Plans a normalised program over the axes that make a difference to it.
+    """Plans a normalised program over the mesh axes that affect it.
 
     Args:
-      first: cached layouts from other plans of the program over one axis, which may have other split scopes.
+      first: cache of layouts from earlier plans of the program over one axis, which may have had other split scopes.
 
     Raises:
       PlanError: see ``make_plan`` and ``axes_of``.
@@ -59,12 +60,15 @@ def plan_program(program: Program, settings: PlanSettings, first: FirstLayouts |
 
 
 def _note_order(plan: Plan, program: Program, order: tuple[int, ...]) -> Plan:
-    """Returns the plan of ranks in an order of their own, which was made of the program with positions for ranks."""
+    """Returns ``plan`` with the order of its ranks, and with the fingerprint of the program with its real rank numbers.
+
+    The plan was made for a program in which positions of the mesh stand for ranks. Without an order nothing changes.
+    """
     return replace(plan, fingerprint=compute_fingerprint(program), rank_order=order) if order else plan
 
 
 def _plan_one_axis(program: Program, settings: PlanSettings, axis: Axis, first: FirstLayouts | None) -> Plan:
-    """Plans a normalised program whose ranks are all on one axis."""
+    """Plans a normalised program over a mesh of a single axis."""
     seen = project_to_axis(program, axis.name)
     settings = _remove_rows(seen, settings)
     known = select_known_along(settings.split.tiles, axis.name, alone=True)
@@ -75,7 +79,12 @@ def _plan_one_axis(program: Program, settings: PlanSettings, axis: Axis, first: 
 def lower_mesh(
     program: Program, plan: Plan, settings: PlanSettings, ranks: Sequence[int], comm: str, what: str
 ) -> list[Program]:
-    """Lowers a program under a plan of several axes to the program of each of ``ranks``."""
+    """Lowers a program under a plan of several axes, and returns the program of each rank of ``ranks``.
+
+    Args:
+      comm: name of the communicator.
+      what: description of the program, for the error if ranks run different programs.
+    """
     program, mesh = in_mesh_positions(program, plan.rank_order), make_mesh(plan, plan.mesh_ranks)
     levels = make_partitioner(program, plan, settings)
     found = []
@@ -88,10 +97,10 @@ def lower_mesh(
 
 
 def _find_row_axes(program: Program, axes: Sequence[Axis]) -> Sequence[Axis]:
-    """Returns ``axes`` without the last ones over which the program divides tensors wherever it reads an input.
+    """Returns ``axes`` without the innermost ones along which all ranks have the same rows.
 
-    All ranks along such an axis have the same rows, as in Megatron-LM: each of them computes what stands outside of the
-    scopes, and a batch needs no rows for every rank.
+    Those are axes over which the program shards tensors wherever it reads an input. As in Megatron-LM, each rank along
+    such an axis also computes what is outside of the scopes, and the batch needs no separate rows for it.
     """
     arrives = {n.scope for n in program.nodes if any(r.node in program.inputs for r in n.inputs)}
     count = len(axes)
@@ -101,13 +110,13 @@ def _find_row_axes(program: Program, axes: Sequence[Axis]) -> Sequence[Axis]:
 
 
 def _remove_rows(seen: Program, settings: PlanSettings) -> PlanSettings:
-    """Returns settings without division of rows, if the only axis divides every input along a sequence.
+    """Returns settings that do not divide rows, if the only mesh axis divides every input along its sequence.
 
-    A batch of long sequences may have one row only. If the user asks for micro-batches, which are cut from rows, or for
-    unequal shares of rows, the settings stay unchanged.
+    A batch of long sequences may have one row only. The settings stay unchanged if the user asks for micro-batches,
+    which are cut from rows, or says how rows are divided.
 
     Args:
-      seen: the program as that axis sees it.
+      seen: the program with the scopes of that axis.
     """
     batch = settings.batch
     if settings.time.micro_batches > 1 or batch.inputs is not None or batch.local or batch.shares or batch.marked:
@@ -118,8 +127,9 @@ def _remove_rows(seen: Program, settings: PlanSettings) -> PlanSettings:
 
 
 def wants_same_rows(program: Program, settings: PlanSettings) -> bool:
-    """Tells whether ranks need rows of others in each micro-batch: scopes are on some ranks, or divide along an axis of
-    rows.
+    """Returns True if ranks read other ranks' rows of each micro-batch, so that all need rows of the same micro-batch.
+
+    That is so if scopes are limited to some ranks, or shard tensors along an axis that also divides rows.
     """
     axes = axes_of(program, settings)
     of_rows = [axis.name for axis in _find_row_axes(program, axes) if axis.size > 1]
@@ -129,7 +139,8 @@ def wants_same_rows(program: Program, settings: PlanSettings) -> bool:
 
 
 def make_micro_batches_even(program: Program, settings: PlanSettings) -> PlanSettings:
-    """Returns settings with equally many rows in all micro-batches: as many micro-batches as asked, or more.
+    """Returns settings with the smallest number of micro-batches, at least as many as asked, that divides all batches
+    evenly.
 
     Each rank then has as many rows of every micro-batch, and exchanges them in the same way for all of them.
     """
@@ -140,10 +151,11 @@ def make_micro_batches_even(program: Program, settings: PlanSettings) -> PlanSet
 
 
 def _share_rows_in_micro_batches(program: Program, settings: PlanSettings, axes: Sequence[Axis]) -> PlanSettings:
-    """Returns settings by which each rank has the same number of rows of each micro-batch, or none.
+    """Returns settings in which each rank has equally many rows of every micro-batch, where ranks need each other's
+    rows.
 
     Args:
-      axes: those that divide rows.
+      axes: the mesh axes that divide rows.
     """
     if settings.time.micro_batches == 1 or settings.batch.local:
         return settings
@@ -160,8 +172,13 @@ def _share_rows_in_micro_batches(program: Program, settings: PlanSettings, axes:
 
 
 def _make_micro_batch_input(b: BatchInput, count: int, sizes: Sequence[int], shared: bool) -> BatchInput:
-    """Returns ``b`` with the rows that each rank has of one of ``count`` micro-batches, interleaved in ``count``
-    runs.
+    """Returns ``b`` with the rows that each rank has of every one of ``count`` micro-batches.
+
+    The batch is then seen as ``count`` runs of rows, one for each micro-batch, each divided over the ranks.
+
+    Args:
+      sizes: sizes of the axes that divide rows.
+      shared: True if the user gave the ranks' shares of the batch.
     """
     assert isinstance(b.placement, Shard)
     rows = sum(list_sizes(b)) // count
@@ -170,9 +187,9 @@ def _make_micro_batch_input(b: BatchInput, count: int, sizes: Sequence[int], sha
 
 
 def _share_at_least_one(rows: int, shares: Sequence[int]) -> tuple[int, ...]:
-    """Divides ``rows`` in proportion to the shares, in whole rows, at least one for each rank with a non-zero share.
+    """Divides ``rows`` in proportion to ``shares``, with at least one row for each rank whose share is not zero.
 
-    If there are fewer rows than shares, some ranks get none.
+    If there are fewer rows than such ranks, some ranks get none.
     """
     some = [min(share, 1) for share in shares]
     if rows < sum(some):
@@ -185,10 +202,10 @@ def _share_at_least_one(rows: int, shares: Sequence[int]) -> tuple[int, ...]:
 
 
 def _share_rows(program: Program, settings: PlanSettings, sizes: Sequence[int]) -> tuple[BatchInput, ...]:
-    """Returns the batch inputs with the rows of all ranks: by the user's shares, or evenly over each axis in turn.
+    """Returns the batch inputs with the rows of all ranks: by the user's shares, or as evenly as possible axis by axis.
 
     Args:
-      sizes: of the axes that divide rows; ranks along the others have the same.
+      sizes: sizes of the axes that divide rows; ranks along the other axes have the same rows.
     """
     asked = settings.batch
     found = batch_of(program, settings) if asked.inputs is None else asked.inputs
@@ -205,7 +222,7 @@ def _share_rows(program: Program, settings: PlanSettings, sizes: Sequence[int]) 
 
 
 def _divide_nested(rows: int, sizes: Sequence[int]) -> tuple[int, ...]:
-    """Divides rows over the ranks: as evenly as possible over the first axis, then each part over the next one."""
+    """Divides rows over ranks: as evenly as possible over the first axis, then each part over the next axis, etc."""
     if not sizes:
         return (rows,)
     return tuple(n for part in divide_evenly(rows, sizes[0]) for n in _divide_nested(part, sizes[1:]))

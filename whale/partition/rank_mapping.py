@@ -1,4 +1,4 @@
-"""Maps a partitioned program to a rank of the mesh: its peers, the keys of its exchanges, its rows of a batch."""
+"""Maps a partitioned program to one rank of the mesh: its peers, the keys of its exchanges, its rows of a batch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from whale.ir.program import Node, Program, Ref
 from whale.ir.values import Shape, TensorType
 from whale.partition.resharding import emit_reshard
 
-ROWS_OF_GROUP = "whale/rows"  # what the names begin with of nodes that cut a group's rows of a batch
+ROWS_OF_GROUP = "whale/rows"  # prefix of the names of nodes that slice a group's rows out of a batch
 
 
 def _change_all_graphs(program: Program, change: Callable[[Node], Node]) -> Program:
@@ -23,7 +23,7 @@ def _change_all_graphs(program: Program, change: Callable[[Node], Node]) -> Prog
 
 
 def mark_axis(program: Program, axis: str) -> Program:
-    """Marks the exchanges of ``program`` that have no axis yet as being along ``axis``."""
+    """Marks the exchanges of ``program`` that have no mesh axis yet with ``axis``, along which they communicate."""
 
     def mark_node(node: Node) -> Node:
         if node.op not in EXCHANGES or node.marks.axis:
@@ -34,7 +34,13 @@ def mark_axis(program: Program, axis: str) -> Program:
 
 
 def map_to_ranks(program: Program, mesh: Mesh, rank: int, comm: str) -> Program:
-    """Puts the ranks of ``rank``'s groups, and keys of each group's own, into its program's communication ops."""
+    """Replaces the axes of a program's exchanges by the ranks of ``rank``'s groups, and makes keys unique to each
+    group.
+
+    Args:
+      program: the program for the coordinates of ``rank``, whose exchanges are marked with their axes.
+      comm: name of the communicator.
+    """
     groups: dict[tuple[str, ...], tuple[int, ...]] = {}
 
     def map_node(node: Node) -> Node:
@@ -55,7 +61,12 @@ def map_to_ranks(program: Program, mesh: Mesh, rank: int, comm: str) -> Program:
 
 
 def add_check(lowered: Program, rank: int, comm: str, mark: str, what: str) -> Program:
-    """Adds a check to a rank's program that all ranks are about to run the same program."""
+    """Adds a node to a rank's program that raises an error if the ranks run different programs.
+
+    Args:
+      mark: fingerprint that must be equal on all ranks.
+      what: description of the program, for the error.
+    """
     attrs = {"communicator": comm, "rank": rank}
     handle = lowered.by_name.get(COMMUNICATOR)
     nodes = list(lowered.nodes)
@@ -67,10 +78,12 @@ def add_check(lowered: Program, rank: int, comm: str, mark: str, what: str) -> P
 
 
 def cut_rows(program: Program, whole: Program, b: BatchInput, groups: Shard, group: int) -> Program:
-    """Makes ``program`` take the whole batch input ``b`` and cut its group's rows.
+    """Makes ``program`` take the whole batch input ``b``, and slice its group's rows out of it.
 
     Args:
-      groups: the placement of the rows over all groups; ``group``: the number of this one.
+      whole: the program whose input has the type of the whole batch.
+      groups: the placement of the rows over all groups of ranks.
+      group: number of this group.
     """
     node = program.by_name[b.name]
     t = whole.by_name[b.name].outputs[0]

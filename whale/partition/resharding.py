@@ -1,4 +1,4 @@
-"""Emits the nodes that change the layout of a tensor on one rank."""
+"""Emits the nodes that change the placement of a tensor (a reshard) on one rank."""
 
 from __future__ import annotations
 
@@ -31,7 +31,15 @@ from whale.ir.values import DType, Shape, TensorType, find_numpy_dtype, require_
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """A change of a tensor's part sizes or halos along a dimension; its nodes' names begin with ``name``."""
+    """Represents a change of a tensor's shard sizes or halos along one dimension.
+
+    Attributes:
+      name: prefix of the names of the nodes that carry it out.
+      source: this rank's shard.
+      type: global type of the tensor.
+      have: the present shards.
+      want: the shards to make.
+    """
 
     name: str
     source: Ref
@@ -40,21 +48,24 @@ class Move:
     want: Shard
 
     def find_common(self, owner: int, to: int) -> tuple[int, int]:
-        """Returns the positions that ``owner`` has and ``to`` wants: the first, and one past the last."""
+        """Returns the indices that ``owner`` has and ``to`` wants, as (first, one past the last); empty if first >=
+        last.
+        """
         mine, theirs = self.have.find_span(owner), self.want.find_span(to)
         return max(mine[0], theirs[0]), min(mine[1], theirs[1])
 
     def make_piece_type(self, count: int) -> TensorType:
-        """Returns the type of a piece of ``count`` positions."""
+        """Returns the type of a message that carries ``count`` indices of the sharded dimension."""
         return TensorType(self.type.dtype, replace_size(self.type, self.have.dim, count))
 
 
 def emit_reshard(e: Emitter, r: Reshard, t: TensorType, source: Callable[[], Ref | None]) -> Ref | None:
-    """Emits one reshard on one rank; returns the tensor in its new form, None if this rank does not have it.
+    """Emits one reshard on one rank, and returns the tensor in its new placement; None if this rank does not hold it
+    then.
 
     Args:
       t: global type of the tensor.
-      source: returns the tensor in its old form (None on ranks that lack an ``O`` tensor).
+      source: returns the tensor in its old placement; None on ranks that do not hold an ``O`` tensor.
 
     Raises:
       LayoutError: no implementation of this change exists.
@@ -113,13 +124,15 @@ def emit_reshard(e: Emitter, r: Reshard, t: TensorType, source: Callable[[], Ref
         "no single reshard implements this change",
         op=str(r.ref),
         given=f"{have} -> {want}",
-        expected="a change by way of B",
-        action="make the plan again",
+        expected="two reshards by way of a replicated tensor (B)",
+        action="make the plan again with `whale plan`",
     )
 
 
 def _emit_rounded_scatter(e: Emitter, name: str, local: Ref, t: TensorType, want: Shard, r: Reshard) -> Ref:
-    """Emits a reduce-scatter in 16 bits: parts are rounded, sent to their rank, and summed there."""
+    """Emits a reduce-scatter that sends 16-bit elements: shards are rounded, sent to their rank, widened, and summed
+    there.
+    """
     shape, wire = require_static_shape(t), r.wire_dtype
     to_wire = {"SrcT": DType(t.dtype), "DstT": DType(wire), "Truncate": False}
     rounded = e.add(
@@ -145,7 +158,11 @@ def _emit_rounded_scatter(e: Emitter, name: str, local: Ref, t: TensorType, want
 
 
 def _emit_by_runs(e: Emitter, name: str, r: Reshard, t: TensorType, source: Callable[[], Ref | None]) -> Ref | None:
-    """Emits a change from or to a split with several runs: the same change after a reshape to (runs, run)."""
+    """Emits a reshard from or to a shard of several runs, by viewing the dimension as (runs, run) and sharding the
+    second.
+
+    Between two such shards of one dimension, the tensor is gathered and sliced instead.
+    """
     have, want = r.source, r.target
     if isinstance(have, Shard) and isinstance(want, Shard) and have.dim == want.dim:
         whole = emit_reshard(e, replace(r, target=B), t, source)
@@ -155,14 +172,14 @@ def _emit_by_runs(e: Emitter, name: str, r: Reshard, t: TensorType, source: Call
     known = None if t.shape is None else tuple(cut.get(dim, size) for dim, size in enumerate(t.shape))
     whole_shape = require_static_shape(replace(t, shape=known))
     shape: tuple[int, ...] = ()
-    place: list[int] = []  # of each dimension in the view; of runs, that of what is in one
+    place: list[int] = []  # dimension of the tensor -> its dimension in the view; of (runs, run), the second
     for dim, size in enumerate(whole_shape):
         shape += (runs_of[dim], size // runs_of[dim]) if dim in runs_of else (size,)
         place.append(len(shape) - 1)
     view = TensorType(t.dtype, shape)
     have_at, want_at = (shard(place[p.dim], p.sizes) if isinstance(p, Shard) else p for p in (have, want))
     local = source()
-    # The tensor may be such a view itself, of another axis.
+    # The tensor may itself be such a view made for another mesh axis, so the name has that axis's prefix.
     runs = "runs" if e.prefix == "whale" else f"{e.prefix.replace('/', '_')}_runs"
     if local is not None:
         local = e.reshape(f"{name}/{runs}", local, t.dtype, local_shape(shape, have_at, e.rank))
@@ -198,7 +215,7 @@ def _emit_from_first(e: Emitter, name: str, local: Ref | None, r: Reshard, t: Te
 def emit_fused(
     e: Emitter, name: str, members: Sequence[Reshard], sources: Sequence[Ref], types: Sequence[TensorType]
 ) -> None:
-    """Emits the reshards of several tensors as one fused exchange; ``find_fused_result`` returns each result."""
+    """Emits the reshards of several tensors as one fused exchange; ``find_fused_result`` returns their results."""
     first = members[0]
     if isinstance(first.source, Partial):
         e.all_reduce(name, sources, types, first, name)
@@ -218,9 +235,12 @@ def emit_fused(
 
 
 def move_shares(e: Emitter, name: str, key: str, moves: Sequence[Move]) -> list[Ref]:
-    """Changes the sizes or halos of parts along one dimension: each rank receives the elements it lacks.
+    """Emits changes of shard sizes or halos: each rank sends the indices that others lack, and joins what it receives.
 
-    All data from one rank to another, of tensors of one type, are one message.
+    The data of all ``moves`` from one rank to another form one message; all tensors must have one dtype.
+
+    Returns:
+      the new shard of each move.
     """
     for peer in range(e.size):
         sent = [(m, m.find_common(e.rank, peer)) for m in moves if peer != e.rank]
@@ -266,7 +286,7 @@ def _pack(e: Emitter, name: str, pieces: Sequence[tuple[Ref, TensorType]]) -> Re
 
 
 def _unpack(e: Emitter, names: Sequence[str], vector: Ref, t: TensorType, shapes: Sequence[TensorType]) -> list[Ref]:
-    """Splits a vector of ``_pack`` into its tensors."""
+    """Splits a vector made by ``_pack`` into its tensors."""
     found, first = [], 0
     for name, shape in zip(names, shapes):
         flat = e.rows(f"{name}/flat", vector, t, 0, first, shape.elements)
@@ -276,7 +296,7 @@ def _unpack(e: Emitter, names: Sequence[str], vector: Ref, t: TensorType, shapes
 
 
 def _join_pieces(e: Emitter, m: Move, pieces: Sequence[Ref]) -> Ref:
-    """Joins the pieces of a tensor that a rank kept and received."""
+    """Concatenates the pieces of one tensor that a rank kept and received; zero-sized if there are none."""
     out = TensorType(m.type.dtype, local_shape(m.type.shape, m.want, e.rank))
     if not pieces:
         return e.const(m.name, np.zeros(require_static_shape(out), find_numpy_dtype(out.dtype)))
@@ -288,19 +308,19 @@ def _join_pieces(e: Emitter, m: Move, pieces: Sequence[Ref]) -> Ref:
 
 
 def find_fused_result(prefix: str, r: Reshard, place: int) -> Ref:
-    """Returns the result of ``r``, number ``place`` of a fused group."""
+    """Returns the result of ``r``, which is number ``place`` in its fused group."""
     whole = isinstance(r.target, Replicate)
     return Ref(f"{prefix}/group_{r.group}", place) if whole else Ref(make_reshard_name(prefix, r.ref, r.target))
 
 
 def make_reshard_name(prefix: str, ref: Ref, target: Placement) -> str:
-    """Returns the name of the node that reshards ``ref`` to ``target``."""
+    """Returns the name of the node that yields ``ref`` in placement ``target``."""
     text = f"{ref.node}_{ref.index}_to_{format_label(target)}"
     return f"{prefix}/" + "".join(c if c.isalnum() or c in "._/-" else "_" for c in text)
 
 
 def is_joint(r: Reshard) -> bool:
-    """Tells whether all ranks have to take part in the change, even those that do not need its result."""
+    """Returns True if all ranks have to take part in the reshard, even those that do not need its result."""
     have, want = type(r.source), type(r.target)
     if PerRank in (have, want):
         return False

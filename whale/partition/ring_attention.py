@@ -1,14 +1,13 @@
-"""Emits attention in blocks: of queries, and of keys where parts of a sequence are sent around the ranks (ring
-attention).
+"""Emits attention in blocks: of queries, and of keys if the sequence is sharded over ranks (ring attention).
 
-Rank r starts with block r. At step j it has keys and values of block r + j (mod p), which it sends on to rank r - 1.
-Forward, the softmax is accumulated as blocks come (Milakov and Gimelshein, "Online normalizer calculation for softmax",
+Rank r starts with block r of keys and values. At step j it has block r + j (mod p), which it sends on to rank r - 1.
+Forward, the softmax is accumulated block by block (Milakov and Gimelshein, "Online normalizer calculation for softmax",
 2018; Liu, Zaharia and Abbeel, "Ring Attention with Blockwise Transformers", 2023): with m the largest score so far, l
-the sum of exp(score - m) and O that of exp(score - m) v, a block with a larger score first scales l and O by exp(m -
-m'). Backward the scores are computed again, and shares = exp(score - (m + log l)); the gradients of a block's keys and
-values are sent along with the block, and arrive at its rank one step after its last. Within a rank queries are
-processed block by block, as Dao et al. do ("FlashAttention", 2022). A block is begun when the one before is done, so a
-rank stores the scores of one block of queries, the present block of keys and the next one.
+the sum of exp(score - m) and O that of exp(score - m) v, a block with a larger score m' first scales l and O by exp(m -
+m'). Backward, the scores are recomputed, and shares = exp(score - (m + log l)); the gradients of a block's keys and
+values travel with the block, and reach its rank one step after the last one. Within a rank queries are processed block
+by block (Dao et al., "FlashAttention", 2022). Each block begins when the one before has ended, so a rank stores only
+the scores of one block of queries, the present block of keys, and the next one.
 """
 
 from __future__ import annotations
@@ -33,11 +32,14 @@ from whale.sharding_rules.nn.attention import ATTENTION, RINGS, count_leading_op
 def emit_attention(
     e: Emitter, node: Node, body: Program, strategy: Strategy, operands: Sequence[Ref], types: Sequence[TensorType]
 ) -> dict[int, Ref]:
-    """Emits an attention, or its gradient, on one rank; returns its results by number.
+    """Emits an attention op, or its gradient, on one rank, and returns its results by output number.
 
     Args:
-      body: the function that the node replaces.
-      operands: its operands on this rank, of these ``types``.
+      node: the attention op in the program.
+      body: the function of the original nodes that the op replaces.
+      strategy: the node's placements; the queries are sharded along the sequence.
+      operands: the operands on this rank.
+      types: the types of ``operands``.
     """
     cut = strategy.inputs[0]
     assert isinstance(cut, Shard), (node.name, strategy)
@@ -45,7 +47,7 @@ def emit_attention(
 
 
 def divide_attention_in_blocks(program: Program) -> Program:
-    """Rewrites each attention op of a rank's program to process queries block by block."""
+    """Rewrites each attention op of a rank's program to nodes that process the queries block by block."""
     rings = [node for node in program.nodes if node.op in RINGS]
     if not rings:
         return program
@@ -69,11 +71,11 @@ _Tensor = tuple[Ref, TensorType]
 
 
 class _Blocks:
-    """Emits the nodes of one attention, or of its gradient, in blocks.
+    """Emits the nodes of one attention op, or of its gradient, in blocks.
 
     Attributes:
-      sizes: of the blocks of keys, one for each rank.
-      queries: the first and the number of each block of queries.
+      sizes: number of keys in each rank's block; one entry if the rank has all keys.
+      queries: (first query, number of queries) of each block of queries.
     """
 
     def __init__(self, e: Emitter, node: Node, body: Program, sizes: Sequence[int], operands: Sequence[_Tensor]):
@@ -82,14 +84,14 @@ class _Blocks:
         self.dims: Any = node.attrs["dims"]
         self.turn: Any = node.attrs["turn"]
         self.number = 0
-        # The nodes that the next block waits for. The gradient's scores could be computed long before it comes.
+        # The nodes that the next block waits for. In the backward pass the first block waits for the result's gradient;
+        # its scores could be computed long before, and would be kept.
         self.after: tuple[str, ...] = (operands[0 if node.op == ATTENTION else 3][0].node,)
         self.softmax = body.by_name[str(node.attrs["softmax"])]
         self.count = require_static_shape(operands[0][1])[self.dims[0]]  # of queries
         scores, most = self.softmax.outputs[0], int(node.attrs["scores_bytes"])
-        self.alike = {
-            ref.node for ref, _ in operands[count_leading_operands(node) :]
-        }  # what may be so for all micro-batches
+        # Nodes whose values may be equal in all micro-batches, so that they are computed once.
+        self.alike = {ref.node for ref, _ in operands[count_leading_operands(node) :]}
         self.operands += [self.hide_constant(t) for t in operands[count_leading_operands(node) :]]
         held = scores.bytes // prod(require_static_shape(scores)[-2:]) * self.count * max(sizes)
         self.queries = _divide_queries(self.count, -(-MOST_BLOCKS * held // most) if most else 1)
@@ -105,19 +107,19 @@ class _Blocks:
         waits: Sequence[str] = (),
         marks: Marks = NO_MARKS,
     ) -> _Tensor:
-        """Emits a node with exactly these attributes and this type, which waits for the nodes ``waits``."""
+        """Emits a node with exactly these attributes and this result type, which runs after the nodes ``waits``."""
         self.number += 1
         name = f"{self.node.name}/{self.e.prefix}_{self.number}_{op}"
         refs = tuple(r for r, _ in inputs)
         if all(r.node in self.alike for r in refs):
             self.alike.add(name)
         elif waits:
-            marks = marks.replace_marks(recomputed=True)  # it waits in micro-batches, too
+            marks = marks.replace_marks(recomputed=True)  # so that micro-batches keep its control edges
         self.e.nodes[name] = Node(name, op, refs, tuple(waits), attrs, (t,), self.node.scope, False, marks)
         return Ref(name), t
 
     def add(self, op: str, inputs: Sequence[_Tensor], shape: Sequence[int], **attrs: Any) -> _Tensor:
-        """Emits a node of the dtype of its first operand."""
+        """Emits a node whose result has the dtype of its first operand, and this shape."""
         t = TensorType(inputs[0][1].dtype, tuple(shape))
         return self.run(op, inputs, t, {"T": DType(t.dtype), **attrs})
 
@@ -128,9 +130,10 @@ class _Blocks:
         return ref, self.e.nodes[ref.node].outputs[0]
 
     def hide_constant(self, tensor: _Tensor) -> _Tensor:
-        """Returns the tensor, hidden from TensorFlow's constant folding where it is computed from constants alone.
+        """Returns ``tensor``, behind a WhaleHold op if it is computed from constants alone.
 
-        TensorFlow would otherwise compute the masks of all blocks before the step, and keep them.
+        TensorFlow's constant folding would otherwise compute the masks of all blocks before the step, and keep them in
+        memory.
         """
         waiting, found = [tensor[0].node], set[str]()
         while waiting:
@@ -142,7 +145,7 @@ class _Blocks:
         return self.run("WhaleHold", [tensor], tensor[1], {"T": DType(tensor[1].dtype)})
 
     def emit_elementwise(self, op: str, *inputs: _Tensor) -> _Tensor:
-        """Emits an elementwise op, whose operands broadcast."""
+        """Emits an elementwise op whose operands broadcast against each other."""
         return self.add(op, inputs, np.broadcast_shapes(*(require_static_shape(t) for _, t in inputs)))
 
     def emit_reduction(self, op: str, source: _Tensor, axes: Sequence[int]) -> _Tensor:
@@ -158,7 +161,9 @@ class _Blocks:
                         Tperm=DType("int32"))  # fmt: skip
 
     def broadcast_over_result(self, each: _Tensor) -> _Tensor:
-        """Transposes one number for each query [.., queries, 1], so that it broadcasts over the result."""
+        """Transposes a tensor with one number per query, [.., queries, 1], so that it broadcasts over the attention's
+        result.
+        """
         return self.transpose(each, self.turn)
 
     # -- blocks
@@ -168,11 +173,13 @@ class _Blocks:
         return self.e.rank
 
     def find_block(self, step: int) -> int:
-        """Returns the number of the block whose keys and values the rank has at a step."""
+        """Returns the number of the block of keys and values that this rank has at ring step ``step``."""
         return (self.rank + step) % len(self.sizes)
 
     def slice_part(self, tensor: _Tensor, spans: Mapping[int, tuple[int, int]]) -> _Tensor:
-        """Slices a tensor to (first, number) of some dimensions; returns it as it is where that is all of it."""
+        """Slices a tensor in the dimensions of ``spans``, dimension -> (first index, count); does nothing if all is
+        covered.
+        """
         ref, t = tensor
         begin, shape = np.zeros(len(t.shape or ()), np.int32), list(require_static_shape(t))
         for dim, (first, count) in spans.items():
@@ -184,7 +191,7 @@ class _Blocks:
         return self.run("Slice", ((ref, t), *bounds), out, {"T": DType(t.dtype), "Index": DType("int32")}, self.after)
 
     def concatenate(self, parts: Sequence[_Tensor], dim: int) -> Ref:
-        """Concatenates the parts of all blocks of queries."""
+        """Concatenates the results of all blocks of queries along dimension ``dim``."""
         if len(parts) == 1:
             return parts[0][0]
         shape = [self.count if i == dim else n for i, n in enumerate(require_static_shape(parts[0][1]))]
@@ -192,9 +199,16 @@ class _Blocks:
         return self.add("ConcatV2", (*parts, axis), shape, Tidx=DType("int32"), N=len(parts))[0]
 
     def hand_on(self, what: str, step: int, tensor: _Tensor, dim: int, coming: int) -> _Tensor:
-        """Sends ``tensor`` to the previous rank of the ring, and receives block ``coming`` from the next one."""
+        """Sends ``tensor`` to the previous rank of the ring, and returns the tensor received from the next rank.
+
+        Args:
+          what: what is sent ("key", "value", "dkey", "dvalue"), for names and keys.
+          step: the ring step.
+          dim: the dimension of ``tensor`` that is sharded over the ranks.
+          coming: number of the block that is received.
+        """
         e, p, t = self.e, len(self.sizes), tensor[1]
-        key = f"{self.node.name}/{what}_{step}"  # what stands before the last "/" is the plan's name for all of them
+        key = f"{self.node.name}/{what}_{step}"  # plans name all exchanges of the node by the part before the last "/"
         shape = tuple(self.sizes[coming] if i == dim else n for i, n in enumerate(require_static_shape(t)))
         before, behind = (self.rank - 1) % p, (self.rank + 1) % p
         attrs = {"key": f"{key}_{self.rank}to{before}", "peer": before}
@@ -208,7 +222,9 @@ class _Blocks:
         return ref, out
 
     def emit_next_block(self, step: int, key: _Tensor, value: _Tensor) -> tuple[_Tensor, _Tensor]:
-        """Sends keys and values on and returns those of the next step; at the last step, returns the present ones."""
+        """Sends keys and values on, and returns the received ones for the next step; at the last step, the present
+        ones.
+        """
         if step + 1 == len(self.sizes):
             return key, value
         coming = self.find_block(step + 1)
@@ -218,7 +234,7 @@ class _Blocks:
         )
 
     def slice_side(self, i: int, block: int, span: tuple[int, int]) -> _Tensor:
-        """Slices operand ``i``, which scales or masks scores, to a block of keys and a block of queries."""
+        """Slices side operand ``i`` (a mask or scale of the scores) to one block of keys and one block of queries."""
         attrs: Any = self.node.attrs
         spans = {}
         tensor = self.operands[count_leading_operands(self.node) + i]
@@ -230,7 +246,14 @@ class _Blocks:
         return self.slice_part(tensor, spans)
 
     def emit_body(self, known: Mapping[Ref, _Tensor], until: str = "") -> dict[Ref, _Tensor]:
-        """Emits the nodes of the body for one block, up to the node ``until``, except those already known."""
+        """Emits the nodes of the op's body for one block, up to but without the node ``until``; "" means all nodes.
+
+        Args:
+          known: tensors of the body that exist already, such as its arguments.
+
+        Returns:
+          tensor of the body -> the emitted tensor and its type.
+        """
         found = dict(known)
         for node in self.body.nodes:
             if node.name == until:
@@ -247,7 +270,11 @@ class _Blocks:
     def map_body_arguments(
         self, key: _Tensor, value: _Tensor, block: int, span: tuple[int, int], more: Sequence[_Tensor] = ()
     ) -> dict[Ref, _Tensor]:
-        """Returns the body's arguments for a block of keys and one of queries."""
+        """Returns the arguments of the op's body for one block of keys and one block of queries.
+
+        Args:
+          more: arguments between the values and the side operands: the result's gradient in a backward pass.
+        """
         sides = [self.slice_side(i, block, span) for i in range(len(self.operands) - count_leading_operands(self.node))]
         arguments = (self.slice_part(self.operands[0], {self.dims[0]: span}), key, value, *more, *sides)
         return {Ref(name): tensor for name, tensor in zip(self.body.inputs, arguments)}
@@ -255,7 +282,9 @@ class _Blocks:
     # -- the two directions
 
     def emit_local(self) -> dict[int, Ref]:
-        """Emits the results if the rank has all keys: those of the body for each block of queries."""
+        """Emits the results if the rank has all keys: runs the body for each block of queries, and joins its
+        results.
+        """
         key, value = self.operands[1:3]
         forward = self.node.op == ATTENTION
         names = [str(self.node.attrs["mixed"])] if forward else self.node.attrs["gradients"]
@@ -272,7 +301,11 @@ class _Blocks:
         return {0: of_queries, **{i: t[0] for i, t in enumerate(results[-1]) if i}}
 
     def emit_forward(self) -> dict[int, Ref]:
-        """Emits the forward pass: the result, and the logarithm of the sum of each query's exponentials."""
+        """Emits the forward pass around the ring.
+
+        Returns:
+          {0: the attention's result, 1: the logarithm of the sum of exponentials of each query's scores}.
+        """
         key, value = self.operands[1:3]
         states: list[tuple[_Tensor, _Tensor, _Tensor] | None] = [None] * len(self.queries)
         for step in range(len(self.sizes)):
@@ -294,16 +327,20 @@ class _Blocks:
     def update_softmax(
         self, known: Mapping[Ref, _Tensor], before: tuple[_Tensor, _Tensor, _Tensor] | None
     ) -> tuple[_Tensor, _Tensor, _Tensor]:
-        """Updates the running softmax of each query by one more block of keys.
+        """Updates the running softmax of each query with one more block of keys.
+
+        Args:
+          known: arguments of the op's body for this block.
+          before: the return value for the blocks so far; None at the first block.
 
         Returns:
-          (largest score, sum of exponentials, sum of exponentials times values) of each query.
+          for each query: largest score, sum of exponentials, sum of exponentials times values.
         """
         softmax = self.softmax
         known = self.emit_body(known, softmax.name)
         scores = known[softmax.inputs[0]]
         axis = len(require_static_shape(scores[1])) - 1
-        # A row whose scores are all minus infinity so far has no difference from them.
+        # A row whose scores are all minus infinity so far would yield NaN: minus infinity less itself.
         lowest = self.const(
             np.array(np.finfo(find_numpy_dtype(scores[1].dtype)).min, find_numpy_dtype(scores[1].dtype))
         )
@@ -322,7 +359,7 @@ class _Blocks:
         return most, total, result
 
     def emit_backward(self) -> dict[int, Ref]:
-        """Emits the gradients of queries, keys and values."""
+        """Emits the backward pass around the ring; returns the gradients of queries (0), keys (1) and values (2)."""
         key, value, slope, result = self.operands[1:5]
         p = len(self.sizes)
         features = self.turn.index(len(self.turn) - 1)
@@ -331,8 +368,8 @@ class _Blocks:
         pull = self.emit_reduction("Sum", self.emit_elementwise("Mul", slope, result), [features])
         pull = self.transpose(pull, [self.turn.index(i) for i in range(len(self.turn))])
         of_queries: list[_Tensor | None] = [None] * len(self.queries)
-        own: list[_Tensor] = []  # stays at home
-        travelling: list[_Tensor] = []
+        own: list[_Tensor] = []  # gradients of this rank's own keys and values, from its own queries
+        travelling: list[_Tensor] = []  # gradients of the present block, summed over the ranks that it has passed
         for step in range(p):
             ahead = self.emit_next_block(step, key, value)
             gained: list[_Tensor] = travelling if step else []
@@ -344,7 +381,7 @@ class _Blocks:
             if step == 0:
                 own = gained
             else:
-                # To the rank that has the block next; after the last step to the one whose it is.
+                # The gradients go to the rank that has the block next; after the last step to the block's own rank.
                 coming = self.find_block(step + 1) if step + 1 < p else self.rank
                 travelling = [
                     self.hand_on(f"d{what}", step, t, self.dims[at], coming)
@@ -358,10 +395,18 @@ class _Blocks:
     def emit_gradients(
         self, key: _Tensor, value: _Tensor, block: int, span: tuple[int, int], pull: _Tensor
     ) -> tuple[_Tensor, _Tensor, _Tensor]:
-        """Emits the contributions of a block of queries and a block of keys and values to each other's gradients."""
+        """Emits the gradients that one block of queries and one block of keys and values give each other.
+
+        Args:
+          pull: for each query, the sum of the result's gradient times the result.
+
+        Returns:
+          contributions to the gradients of (queries, keys, values).
+        """
         attrs = self.node.attrs
         names = [Ref(str(n)) for n in attrs["gradients"]]
-        within = [Ref(str(n)) for n in (*attrs["within"], attrs["scores"])]  # what the sums over keys stand for
+        # The nodes of the softmax's gradient, which sums over all keys; the formula with ``pull`` replaces them.
+        within = [Ref(str(n)) for n in (*attrs["within"], attrs["scores"])]
         slope, log = (self.slice_part(self.operands[i], {dim: span}) for i, dim in ((3, self.dims[3]), (5, -2)))
         known = self.emit_body(self.map_body_arguments(key, value, block, span, (slope,)), self.softmax.name)
         shares = self.emit_elementwise("Exp", self.emit_elementwise("Sub", known[self.softmax.inputs[0]], log))
@@ -375,7 +420,11 @@ class _Blocks:
 
 
 def _divide_queries(queries: int, wanted: int) -> list[tuple[int, int]]:
-    """Returns (first, number) of each block: as equal as possible, and few enough that products stay large."""
+    """Divides ``queries`` queries into about ``wanted`` equal blocks, with at least 64 queries in each.
+
+    Returns:
+      (first query, number of queries) of each block.
+    """
     count = max(1, min(wanted, MOST_BLOCKS, queries // LEAST_QUERIES))
     ends = [queries * i // count for i in range(count + 1)]
     return [(first, end - first) for first, end in pairwise(ends)]
@@ -388,7 +437,7 @@ def _emit_attention(blocks: _Blocks) -> dict[int, Ref]:
 
 
 def remove_examples(program: Program) -> Program:
-    """Removes the operands that only give a rank program's receives a placement in planning."""
+    """Removes the second operand of ring attention's receives, which only told the planner their placement."""
 
     def remove_example(node: Node) -> Node:
         return replace(node, inputs=node.inputs[:1]) if node.op == "WhaleRecv" and len(node.inputs) > 1 else node
@@ -402,7 +451,7 @@ def remove_examples(program: Program) -> Program:
 
 
 def _find_result_shape(node: Node, shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
-    """Returns the result's shape of a product, or of an op that is elementwise or along the keys."""
+    """Returns the shape of a node's result: a matrix product, an elementwise op, or a Sum or Softmax along the keys."""
     if node.op == "Const":
         return require_static_shape(node.outputs[0])
     if node.op in ("Sum", "Softmax"):

@@ -1,9 +1,10 @@
-"""Partitions a program over one axis, as GSPMD does: each rank runs the same program on its shards (SPMD).
+"""Partitions a program over one mesh axis, as GSPMD does: every rank runs the same program on its shards (SPMD).
 
-One rank's program has local shapes, local constants, and communication ops where a layout changes. No TensorFlow.
+A rank's program has local shapes, local constants, and communication ops where a tensor changes its placement. The
+module needs no TensorFlow.
 
-Coordinates of an axis often run the same program, but for values: one is then made, and serves all
-(``is_surely_identical``, ``is_alike``).
+Coordinates of an axis often run the same program but for values of constants. Then one program is made and used for all
+of them (``is_surely_identical``, ``is_alike``).
 
 Decisions: 0012, 0013.
 """
@@ -35,22 +36,24 @@ from whale.sharding_rules.empty import find_known_outputs
 from whale.sharding_rules.graph import is_list_op, is_recreatable, list_called_functions, make_op_view
 from whale.sharding_rules.nn.attention import RINGS
 
-_ENDS = frozenset({"Placeholder", STAGE_INPUT, STAGE_OUTPUT})  # tensors come in and go out, in parts if they are cut
+_ENDS = frozenset({"Placeholder", STAGE_INPUT, STAGE_OUTPUT})  # where tensors, or shards, enter and leave the program
 _WHOLE = frozenset({Replicate})
-_OTHERWISE = HAS_BODIES | RINGS | {SUMS_BY_ID}  # what a rank runs in their place is not what stands in the program
+_OTHERWISE = HAS_BODIES | RINGS | {SUMS_BY_ID}  # ranks run other nodes in their place, even if all is replicated
 _TIME_STREAM = 1566083941  # odd, so that it has an inverse (L'Ecuyer, "Tables of linear congruential generators", 1999)
 
 
 def partition_for_rank(
     program: Program, plan: Plan, rank: int, comm: str, what: str | None, prefix: str = "whale"
 ) -> Program:
-    """Creates the program of ``rank``: local shapes and constants, communication where a layout changes.
+    """Creates the program of ``rank``: local shapes and constants, and communication ops where a placement changes.
 
     Args:
-      program: the expanded program that ``plan`` was made for.
+      program: the program for which ``plan`` was made, with composite ops decomposed.
+      plan: the plan of one mesh axis.
+      rank: the rank's coordinate on that axis.
       comm: name of the communicator (see whale_ops).
-      what: description of this run for people, used if ranks turn out to run different programs. None: no check.
-      prefix: of the names of added nodes.
+      what: description of the program, for the error if ranks run different programs; None: this is not checked.
+      prefix: start of the names of added nodes.
 
     Raises:
       PlanError: the plan lacks a strategy or a reshard.
@@ -63,7 +66,7 @@ def partition_for_rank(
         if communicates:
             talks.add(name)
     bodies = {node.attrs["body"].name for node in program.nodes if node.op in RINGS}
-    for name, body in program.functions.items():  # called by ops that run on the first rank, or not at all: unchanged
+    for name, body in program.functions.items():  # unchanged if called only by ops of the first rank, or by none
         if name not in bodies:
             functions.setdefault(name, body)
     lowered, _ = _RankPartitioner(program, "", plan, rank, comm, talks, prefix).run(what)
@@ -86,13 +89,13 @@ def _sort_callees_first(program: Program) -> list[tuple[str, Program]]:
 
 
 class _RankPartitioner:
-    """Partitions one graph for one rank."""
+    """Partitions one graph, the program or a function, for one rank."""
 
     def __init__(
         self, program: Program, graph: str, plan: Plan, rank: int, comm: str, talks: set[str], prefix: str = "whale"
     ):
         if graph not in plan.strategies:
-            # Only called by something that runs on the first rank: it stays as it is.
+            # Only ops that run on the first rank call this function, so it is not changed.
             strategies: Mapping[str, Strategy] = {
                 n.name: Strategy((B,) * len(n.inputs), (B,) * len(n.outputs), "called from the first rank")
                 for n in program.nodes
@@ -104,7 +107,7 @@ class _RankPartitioner:
         self.emitter = Emitter(rank, plan.size, comm, prefix)
         self.rows = RowExchanges(self.emitter, program, strategies, plan, graph)
         self.local: dict[tuple[Ref, Placement], Ref | None] = {}
-        self.whole: set[Ref] = set()  # of nodes whose operands and results are; they are not in ``local``
+        self.whole: set[Ref] = set()  # results of nodes with only replicated operands and results; not in ``local``
         self.grouped: dict[int, list[Ref | None]] = {}
 
     def run(self, what: str | None) -> tuple[Program, bool]:
@@ -130,10 +133,10 @@ class _RankPartitioner:
         return local_shape(t.shape, placement, self.rank)
 
     def _scatter_in_time(self) -> None:
-        """Makes weights that are gathered at use wait for gradients to be scattered, as for products (passes.uses).
+        """Makes weights that are gathered at their use wait for earlier gradients to be reduce-scattered.
 
-        Otherwise whole gradients accumulate where products are faster than communication. An edge goes forward in the
-        order of the program, which is the same on all ranks.
+        Without these control edges whole gradients pile up in memory where products are faster than communication. An
+        edge always goes forward in the program's order, which is equal on all ranks.
         """
         position = {node.name: i for i, node in enumerate(self.program.nodes)}
         paced = [n for n in self.program.nodes if n.op == "Identity" and n.controls and n.marks.gathered_at_use]
@@ -151,8 +154,9 @@ class _RankPartitioner:
                 self.emitter.nodes[node.name] = replace(lowered, controls=(*lowered.controls, *before))
 
     def _take_part(self) -> None:
-        """Emits the collectives whose results only other ranks read: this rank's part is empty, or their reader runs
-        once.
+        """Emits collectives whose results this rank does not read, but other ranks do.
+
+        That happens if this rank's shard is empty, or if the reader runs on the first rank only.
         """
         for r in self.plan.reshards:
             if r.graph == self.graph and r.group < 0 and (r.ref, r.target) not in self.local and is_joint(r):
@@ -160,13 +164,15 @@ class _RankPartitioner:
                     self.get(r.ref, r.target)
 
     def _list_unread(self, outputs: tuple[Ref, ...], effects: Sequence[str]) -> list[str]:
-        """Lists the communication on which no executed node depends; it has to run nevertheless."""
+        """Lists the communication nodes on which no executed node depends; they have to run, since other ranks take
+        part.
+        """
         # Results of a body may not be read by its caller, so they keep nothing alive there.
         read = [r.node for r in outputs if self.graph == ""]
         return list_unread_communication(self.emitter.nodes, read, effects, self._has_communication)
 
     def _has_communication(self, node: Node) -> bool:
-        """Tells whether the node is a loop or branch with communication inside."""
+        """Returns True if the node is a loop or branch with communication inside."""
         if node.op not in HAS_BODIES:
             return False
         return any(func.name in self.talks for func in list_called_functions(node))
@@ -174,7 +180,10 @@ class _RankPartitioner:
     # -- tensors
 
     def get(self, ref: Ref, wanted: Placement) -> Ref | None:
-        """Returns ``ref`` as ``wanted`` on this rank, resharded if needed; None if this rank does not have it."""
+        """Returns the tensor ``ref`` in placement ``wanted`` on this rank; emits its reshard if there is none yet.
+
+        The result is None if this rank does not hold the tensor in that placement.
+        """
         if type(wanted) is Replicate and ref in self.whole:
             return ref
         key = (ref, wanted)
@@ -186,8 +195,8 @@ class _RankPartitioner:
                 "the plan lacks a reshard",
                 op=str(ref),
                 given=f"wanted as {wanted}",
-                expected="a reshard or a producer that yields it",
-                action="make the plan again",
+                expected="a producer that yields the tensor in this placement, or a reshard to it",
+                action="make the plan again with `whale plan`",
             )
         producer = self.program.by_name[ref.node]
         t = producer.outputs[ref.index]
@@ -202,14 +211,15 @@ class _RankPartitioner:
         return found
 
     def _recreate(self, producer: Node, ref: Ref, wanted: Placement) -> Ref:
-        """Emits a new empty TensorList for elements of another placement."""
+        """Emits a second, empty TensorList for elements of placement ``wanted``, since a list cannot be resharded."""
         if not is_recreatable(self.program, ref):
+            t = producer.outputs[ref.index]
             raise PlanError(
-                "a tensor would have to be sent whose type cannot be sent",
+                "a tensor would have to be sent to other ranks whose type cannot be sent",
                 op=str(ref),
-                given=f"{producer.op}, wanted as {wanted}",
-                expected="a placement that it has",
-                action="report the program; `WHALE_DEBUG_DUMP=dir` writes it",
+                given=f"the result of {producer.op} ({t.dtype}), wanted in placement {wanted}",
+                expected="the placement in which the operation yields the tensor",
+                action="run again with `WHALE_DEBUG_DUMP=dir`, and report the program with the files in dir",
             )
         strategy = Strategy((B,) * len(producer.inputs), (wanted,) * len(producer.outputs), "made anew")
         name = f"{producer.name}/as_{''.join(c if c.isalnum() else '_' for c in str(wanted))}"
@@ -236,11 +246,11 @@ class _RankPartitioner:
             t = self.program.find_type(ref)
             if t.dtype != "string":
                 raise PlanError(
-                    "a value that only the first rank has, and that cannot be sent, is fetched",
+                    "the step returns a value that only the first rank has, and that cannot be sent to other ranks",
                     op=str(ref),
                     given=str(t),
-                    expected="a tensor or a string",
-                    action="fetch it on a run of one process",
+                    expected="a tensor of numbers or of strings",
+                    action="do not return it from the step, or run in one process",
                 )
             found = self.emitter.const(f"whale/absent_{i}", np.array(b"", object))
         return found
@@ -249,7 +259,7 @@ class _RankPartitioner:
 
     def _partition_node(self, node: Node) -> None:
         strategy = self.strategies[node.name]
-        if _is_plain(strategy) and node.op not in _OTHERWISE:  # most are: optimizers, whole tensors
+        if _is_plain(strategy) and node.op not in _OTHERWISE:  # most nodes, such as those of optimizers
             if self.whole.issuperset(node.inputs) and not any(map(self._is_absent, node.controls)):
                 self.emitter.nodes[node.name] = node
             else:
@@ -268,7 +278,7 @@ class _RankPartitioner:
             self._emit(node, strategy, node.name)
 
     def _go_round(self, node: Node, strategy: Strategy) -> None:
-        """Emits the nodes for an attention whose keys and values are sent around the ring of ranks."""
+        """Emits an attention op whose keys and values are sent around the ring of ranks."""
         operands = [self.get(ref, placement) for ref, placement in zip(node.inputs, strategy.inputs)]
         types = [self._find_local_type(self.program.find_type(r), p) for r, p in zip(node.inputs, strategy.inputs)]
         body = self.program.functions[node.attrs["body"].name]
@@ -305,7 +315,7 @@ class _RankPartitioner:
             found = self.get(ref, placement)
             assert found is not None, (node.name, ref, placement)
             if i in edit.added:
-                operand = f"{name}/{e.prefix}_operand_{i}"  # a rank's seed is moved once more in its micro-batches
+                operand = f"{name}/{e.prefix}_operand_{i}"  # with a prefix, as micro-batches change the seed once more
                 t = self.program.find_type(ref)
                 both = (
                     found,
@@ -324,7 +334,7 @@ class _RankPartitioner:
             inside = emit_window(e, f"{name}/{e.prefix}_window", edit.window, inputs, types)
         outputs = tuple(self._find_local_type(t, p) for t, p in zip(node.outputs, strategy.outputs))
         if node.marks.owned_rows and is_owned(make_op_view(self.program, node, self.plan.size), strategy):
-            outputs = node.outputs  # as many rows as this rank has of them
+            outputs = node.outputs  # the number of rows is unknown until the run
         attrs = {**node.attrs, **edit.attrs} if edit.attrs else node.attrs
         if edit.seeds:
             moved = {k: compute_moved_seed(attrs.get(k, 0), by, self.plan.microbatched) for k, by in edit.seeds.items()}
@@ -360,7 +370,7 @@ class _RankPartitioner:
             e.nodes[name] = lowered
 
     def _is_unchanged(self, node: Node, strategy: Strategy) -> bool:
-        """Tells whether this rank runs the node as it stands in the program."""
+        """Returns True if this rank runs the node with the same operands and control edges as in the program."""
         if node.op in HAS_BODIES or any(map(self._is_absent, node.controls)):
             return False
         return all(self.get(r, p) == r for r, p in zip(node.inputs, strategy.inputs))
@@ -369,7 +379,7 @@ class _RankPartitioner:
         return self.rank != 0 and self.strategies[name].once
 
     def _emit_constants(self, node: Node, strategy: Strategy, values: Sequence[np.ndarray]) -> None:
-        """Replaces a node whose part is empty on this rank by constants, so that no kernel gets zero rows."""
+        """Replaces a node whose shard is empty on this rank by constants, since many kernels fail on zero rows."""
         for i, (ref, value) in enumerate(zip(node.list_refs(), values)):
             name = node.name if i == 0 else f"{node.name}/whale_output_{i}"
             const = self.emitter.const(name, value)
@@ -380,7 +390,7 @@ class _RankPartitioner:
 
     def _find_local_type(self, t: TensorType, placement: Placement) -> TensorType:
         if t.dtype in UNMOVABLE or type(placement) is not Shard:
-            return t  # a list's placement is that of its elements
+            return t  # the placement of a list concerns its elements, not its own type
         return TensorType(t.dtype, local_shape(t.shape, placement, self.rank))
 
     def _partition_control_flow(
@@ -398,18 +408,18 @@ class _RankPartitioner:
 
 
 def _is_plain(strategy: Strategy) -> bool:
-    """Tells whether all operands and results are replicated."""
+    """Returns True if all operands and results are replicated, and the node is not limited to the first rank."""
     return not strategy.once and _WHOLE.issuperset(map(type, strategy.inputs + strategy.outputs))
 
 
 def _find_variable_part(variable: Variable, strategy: Strategy, rank: int) -> Variable:
-    """Returns the part of a variable that a rank holds."""
+    """Returns the variable with the type of the part that ``rank`` holds."""
     (placement,) = strategy.outputs
     return replace(variable, type=TensorType(variable.type.dtype, local_shape(variable.type.shape, placement, rank)))
 
 
 def _replace_per_rank(strategy: Strategy) -> Strategy:
-    """Replaces per-rank placements by replicated ones, as which a single rank sees its own values."""
+    """Replaces per-rank placements by replicated ones, since to one rank its own value is a whole tensor."""
     inputs, outputs = map(replace_per_rank, strategy.inputs), map(replace_per_rank, strategy.outputs)
     return replace(strategy, inputs=tuple(inputs), outputs=tuple(outputs))
 
@@ -420,11 +430,14 @@ def list_unread_communication(
     effects: Sequence[str] = (),
     talks: Callable[[Node], bool] = lambda node: False,
 ) -> list[str]:
-    """Lists communication on which no node of ``read`` or ``effects`` depends: other ranks need this rank to take part.
+    """Lists communication nodes on which no node of ``read`` or ``effects`` depends; other ranks wait for them.
 
     Args:
-      talks: tells whether a node is a loop or branch with communication inside. Such nodes are listed unless they
-        are effects: TensorFlow runs a branch's effects only if some node waits for the whole branch.
+      nodes: the nodes of the graph by name.
+      read: names of nodes whose results are used.
+      effects: names of nodes that run for their side effects.
+      talks: returns True if a node is a loop or branch with communication inside. Such nodes are listed unless they are
+        effects, since TensorFlow runs a branch's effects only if some node waits for the whole branch.
     """
     live: set[str] = set()
 
@@ -449,30 +462,37 @@ def list_unread_communication(
 
 
 def emit_check(e: Emitter, fingerprint: str, what: str) -> str:
-    """Emits the node with which ranks detect that they run different programs."""
+    """Emits the node that raises an error if ranks run different programs, and returns its name."""
     attrs = {"key": "whale/check", "fingerprint": fingerprint, "what": what, "ranks": ()}
     return e.add("whale/check", "WhaleCheck", (e.communicator(),), attrs, (), stateful=True).node
 
 
 def compute_moved_seed(seed: int, by: int, microbatched: bool) -> int:
-    """Returns a 31-bit seed for a rank's stream; never 0, which means none. Micro-batches have other streams."""
+    """Returns the 31-bit seed of a rank's random stream: ``seed`` plus ``by``; never 0, which would mean no seed.
+
+    Args:
+      by: number of the stream, which differs between ranks.
+      microbatched: True if ``by`` numbers micro-batches, whose streams must differ from those of ranks.
+    """
     return (seed + by * (_TIME_STREAM if microbatched else 1)) & 0x7FFFFFFF or 1
 
 
 def compute_rank_seed(value: np.ndarray, microbatched: bool) -> np.ndarray:
-    """Returns the number to add to a seed for a rank's stream; micro-batches have other streams."""
+    """Returns the number that is added to a seed operand for a rank's random stream; see ``compute_moved_seed``."""
     with np.errstate(over="ignore"):
         return value * np.array(_TIME_STREAM, value.dtype) if microbatched else value
 
 
 def emit_window(e: Emitter, name: str, window: Window, inputs: list[Ref], types: Sequence[TensorType]) -> Ref:
-    """Replaces the indices in ``inputs`` by the rank's own, and zeroes the masked operand.
+    """Replaces the indices in ``inputs`` by indices into this rank's shard, and zeroes the masked operand elsewhere.
 
     Args:
-      types: of the operands on this rank.
+      window: which operand has the indices, and which indices this rank holds.
+      inputs: the node's operands on this rank, changed in place.
+      types: the types of these operands.
 
     Returns:
-      For each index whether it is in the rank's part.
+      a bool tensor that tells for each index whether it is in this rank's shard.
     """
     source, t = inputs[window.indices], types[window.indices]
     if window.column is not None:
@@ -497,10 +517,10 @@ def emit_window(e: Emitter, name: str, window: Window, inputs: list[Ref], types:
 
 
 def _emit_column_window(e: Emitter, name: str, window: Window, inputs: list[Ref], types: Sequence[TensorType]) -> Ref:
-    """Does the same for indices of several columns.
+    """Does what ``emit_window`` does, for indices with several columns of which one addresses the sharded dimension.
 
-    Operands with rows of their own lose those whose index is elsewhere. Operands with single elements, whose flags have
-    their shape, keep the old value for indices elsewhere.
+    Operands with a row per index lose the rows whose index is on another rank. An operand with an element per index
+    keeps the old value for indices on other ranks.
     """
     source, t = inputs[window.indices], types[window.indices]
     shape = require_static_shape(t)
@@ -515,7 +535,7 @@ def _emit_column_window(e: Emitter, name: str, window: Window, inputs: list[Ref]
     seen, kinds = [column], [one]
     inner = replace(window, indices=0, column=None, rows=None, masked=-1)
     inside = emit_window(e, f"{name}/of_column", inner, seen, kinds)
-    # The other columns stay: what this one changed by is added to it alone.
+    # The change of this column is added to it; the other columns stay.
     kind = {"T": DType(t.dtype)}
     change = e.add(f"{name}/change", "Sub", (seen[0], column), kind, (one,))
     change = e.reshape(f"{name}/changes", change, t.dtype, (*lead, 1))
@@ -551,7 +571,13 @@ def _emit_column_window(e: Emitter, name: str, window: Window, inputs: list[Ref]
 def emit_zeroed(
     e: Emitter, name: str, window: Window, values: Ref, t: TensorType, inside: Ref, indices: TensorType
 ) -> Ref:
-    """Emits ``values``, of type ``t``, with zeros where the index is on another rank."""
+    """Emits ``values`` with zeros where the index is in another rank's shard.
+
+    Args:
+      t: the type of ``values``.
+      inside: the result of ``emit_window``.
+      indices: the type of the indices.
+    """
     flags = require_static_shape(indices)
     shape = (1,) * window.at + flags + (1,) * (len(require_static_shape(t)) - window.at - len(flags))
     flag = inside if shape == flags else e.reshape(f"{name}/whale_inside", inside, "bool", shape)
@@ -560,13 +586,14 @@ def emit_zeroed(
 
 
 def is_surely_identical(program: Program, plan: Plan) -> bool:
-    """Tells, from the plan alone, whether ``partition_for_rank`` gives every coordinate the same nodes and types.
+    """Returns True if the plan alone shows that every coordinate gets the same nodes and types from
+    ``partition_for_rank``.
 
-    That is the case if all have equally large parts of every tensor, and none has nodes of its own. Where the plan
-    does not settle it, the lowered programs are compared (``is_alike``).
+    That is the case if all have shards of equal size and none has nodes of its own. If the result is False, the lowered
+    programs may still be alike; ``is_alike`` compares them.
 
     Args:
-      program: the expanded one that ``plan`` is of.
+      program: the program for which ``plan`` was made, with composite ops decomposed.
     """
     placements: set[Placement] = set()
     for graph, strategies in plan.strategies.items():
@@ -579,7 +606,7 @@ def is_surely_identical(program: Program, plan: Plan) -> bool:
             placements.update(strategy.inputs, strategy.outputs)
     for r in plan.reshards:
         placements.update((r.source, r.target))
-        added = isinstance(r.source, Replicate) and isinstance(r.target, Partial)  # the first one's, and zeros
+        added = isinstance(r.source, Replicate) and isinstance(r.target, Partial)  # coordinates but the first get zeros
         if added or (isinstance(r.source, Shard) and isinstance(r.target, Shard) and r.source.dim == r.target.dim):
             return False
     return all(_is_even(p) for p in placements)
@@ -592,11 +619,11 @@ def _is_even(p: Placement) -> bool:
 
 
 def is_alike(one: Program, other: Program) -> bool:
-    """Tells whether the programs of two coordinates differ in values only, not in their nodes or types."""
+    """Returns True if two lowered programs have the same nodes and types, and differ at most in values of constants."""
     if one.functions.keys() != other.functions.keys() or len(one.nodes) != len(other.nodes):
         return False
     if [v.type for v in one.variables] != [v.type for v in other.variables]:
-        return False  # cut unevenly over an earlier axis
+        return False  # an earlier axis cuts a variable unevenly
     same = all(
         a.name == b.name
         and a.op == b.op

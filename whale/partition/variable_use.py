@@ -1,4 +1,4 @@
-"""Finds how a program under a plan uses its variables: which ranks use, write and hold parts of each."""
+"""Finds how a program under a plan uses its variables: which ranks hold a part of each, and whether they write it."""
 
 from __future__ import annotations
 
@@ -13,11 +13,14 @@ from whale.partition.pipeline.stage_programs import cut
 
 @dataclass(frozen=True, slots=True)
 class VariableUse:
-    """The ranks that use one variable, and whether the program writes it.
+    """Describes how ranks use one variable.
 
-    ``place`` lists the ranks in the order of the variable's stage, or of the mesh axes over which it is split:
-    groups that hold all parts, in order of the parts. Empty: all ranks in their own order.
-    ``tiles`` is the variable's split; None: it is not split.
+    Attributes:
+      ranks: the ranks that use the variable.
+      writes: True if the program writes it.
+      place: these ranks in the order of the variable's stage or of the mesh axes that shard it, so that each run of
+        consecutive ranks holds all tiles in order; (): all ranks in the order of their numbers.
+      tiles: how the variable is sharded; None: it is not.
     """
 
     ranks: frozenset[int]
@@ -27,7 +30,11 @@ class VariableUse:
 
 
 def find_variable_uses(expanded: Program, plan: Plan) -> dict[str, VariableUse]:
-    """Returns the use of each variable that differs between ranks, by handle node."""
+    """Returns the use of each variable that not all ranks hold alike, keyed by the variable's handle node.
+
+    Args:
+      expanded: the program with composite ops decomposed for the plan.
+    """
     written = {r.node for n in expanded.nodes if n.op not in READS for r in n.inputs if r.node in expanded.variable_of}
     uses = {}
     if not plan.stage_groups:
@@ -49,8 +56,10 @@ def find_variable_uses(expanded: Program, plan: Plan) -> dict[str, VariableUse]:
 
 
 def _find_divided_variables(plan: Plan, ranks: tuple[int, ...]) -> dict[str, tuple[Tiles, tuple[int, ...]]]:
-    """Returns the tiles of the variables that a plan's own axes divide over ranks, by handle node, each with the ranks
-    ordered so that those with all of the variable's tiles are adjacent.
+    """Returns (tiles, ranks in the order of the tiles) of each variable that the axes of one plan shard, by handle
+    node.
+
+    The ranks are ordered so that each run of consecutive ranks holds all tiles of the variable.
     """
     mesh, found = make_mesh(plan, ranks), find_tiles(replace(plan, others=()))
     orders = {axes: mesh.order_with_last(*axes) for axes in dict.fromkeys(tiles.axes for tiles in found.values())}

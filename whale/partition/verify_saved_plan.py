@@ -1,7 +1,7 @@
-"""Verifies that a saved plan is legal for its program and can be executed, from these and the rules alone.
+"""Verifies that a plan from a file is legal for its program and can be executed, before it is used.
 
-A plan from a file is verified completely before it is lowered for use: its sizes, the layout of every operation, the
-messages and collectives of all ranks' programs, and that no ranks wait for each other.
+The check relies on the program, the plan and the sharding rules alone: sizes, the layout of every operation, messages
+and collectives in all ranks' programs, and that ranks do not wait for each other in a cycle.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from whale.passes.pass_manager import CHECKS
 from whale.passes.plan_builder import expand
 from whale.passes.settings import PlanSettings
 
-_Moment = tuple[int, str, str]  # rank, node, which of these two; what is no exchange only ends
+_Moment = tuple[int, str, str]  # (rank, node, _BEGINS or _ENDS); nodes that are no exchanges have only an end
 _BEGINS, _ENDS = "begins", "ends"
-# Errors that code which trusts its plan raises for a plan that contradicts itself.
+# Errors that code raises which assumes that its plan is consistent, if the plan is not.
 CONTRADICTIONS = (
     LookupError, ValueError, TypeError, ArithmeticError, AttributeError, AssertionError, RecursionError, StopIteration,
 )  # fmt: skip
@@ -33,8 +33,11 @@ CONTRADICTIONS = (
 def verify_saved_plan(program: Program, plan: Plan, settings: PlanSettings, path: str) -> list[Program]:
     """Verifies a plan that was read from a file and returns the programs of all ranks under it.
 
+    Args:
+      path: the file, for the error.
+
     Raises:
-      PlanError: the plan is not legal for the program, or cannot be executed; lists all problems.
+      PlanError: the plan is not legal for the program, or cannot be executed; the error lists all problems.
     """
     programs: list[Program] = []
     try:
@@ -59,28 +62,31 @@ def verify_saved_plan(program: Program, plan: Plan, settings: PlanSettings, path
 
 
 def list_illegal(program: Program, plan: Plan, settings: PlanSettings) -> list[str]:
-    """Lists the illegal parts of a plan for a program, without lowering it."""
+    """Lists the problems that can be found in a plan without lowering the program; [] if there are none."""
     found = check_sizes(program, plan) + check_stage_groups(plan)
     return found or check_layouts(program, plan, settings)
 
 
 def format_in_a_line(error: WhaleError) -> str:
-    """Returns an error's message in one line, without its action."""
+    """Formats an error's message and facts in one line, without the next action."""
     return "; ".join([error.message, *(f"{name}: {value}" for name, value in error.facts.items() if name != "action")])
 
 
 def check_sizes(program: Program, plan: Plan) -> list[str]:
-    """Checks that a plan divides no dimension into more parts than it has elements; lists the problems."""
+    """Lists where a plan has too many micro-batches, or divides an input that the program does not have.
+
+    Too many are more micro-batches than the largest size of any dimension of an input, an upper bound of the rows.
+    """
     shapes = [program.by_name[name].outputs[0].shape or () for name in program.inputs]
     rows = max((size or 1 for shape in shapes for size in shape), default=1)
     found = []
     for one in _list_levels(plan):
         if not 1 <= one.micro_batches <= max(rows, 1):
-            found.append(f"{one.micro_batches} micro-batches of at most {rows} rows")
+            found.append(f"it has {one.micro_batches} micro-batches, and the inputs have at most {rows} rows")
         for b in one.batch_inputs:
             shape = program.by_name[b.name].outputs[0].shape if b.name in program.inputs else None
             if shape is None or not isinstance(b.placement, Shard) or b.placement.dim >= len(shape):
-                found.append(f"{b.name} is divided as {b.placement}, and the program has no such input to divide")
+                found.append(f"it divides the input {b.name} as {b.placement}, and the program has no such input")
     return found
 
 
@@ -90,37 +96,38 @@ def _list_levels(plan: Plan) -> list[Plan]:
 
 
 def check_stage_groups(plan: Plan) -> list[str]:
-    """Checks the stage groups of a plan; lists the problems.
+    """Lists the problems of a plan's stage groups, mesh ranks and transfers.
 
-    Their ranks have to be those from 0 on, each once, with a plan for so many; transfers have to be between two of
-    them.
+    The groups must have all ranks from 0 on, each once, each group a plan for its number of ranks, and every transfer
+    must be between two different groups.
     """
     found, count = [], len(plan.stage_groups)
     ranks = sorted(rank for group in plan.stage_groups for rank in group.ranks)
     if count and ranks != list(range(len(ranks))):
-        found.append(f"the stages have the ranks {ranks}, not each of {len(ranks)} once")
+        found.append(f"the stages have the ranks {ranks}, not each of 0 to {len(ranks) - 1} once")
     if plan.rank_order and sorted(plan.rank_order) != list(range(plan.mesh_size)):
-        found.append(f"the mesh has the ranks {list(plan.rank_order)}, not each of {plan.mesh_size} once")
+        found.append(f"the mesh has the ranks {list(plan.rank_order)}, not each of 0 to {plan.mesh_size - 1} once")
     plans = (plan, *plan.others)
     for group in plan.stage_groups:
         size = plans[group.plan].mesh_size if 0 <= group.plan < len(plans) else 0
         if size != len(group.ranks):
             found.append(
-                f"{group.name} has {len(group.ranks)} ranks, and plan {group.plan} of {len(plans)} is for {size}"
+                f"the stage group {group.name} has {len(group.ranks)} ranks, and its plan (number {group.plan} of "
+                f"{len(plans)}, from 0) is for {size}"
             )
     for edge in plan.edges:
         if not {edge.source, edge.target} <= set(range(count)) or edge.source == edge.target:
-            found.append(f"{edge.ref} travels from stage group {edge.source} to stage group {edge.target} of {count}")
+            found.append(
+                f"{edge.ref} is sent from stage group {edge.source} to stage group {edge.target}, of {count} from 0 on"
+            )
     return found
 
 
 def check_layouts(program: Program, plan: Plan, settings: PlanSettings) -> list[str]:
-    """Checks that every operation's layout is one that its rule allows; lists the problems.
+    """Lists the operations whose strategy in the plan is none that their sharding rule allows.
 
-    Layouts are checked for each number of ranks in the plan.
-
-    A variable's layout depends on the stage or axis that holds it, and the rows of a first axis on the second; there
-    arguments are assumed to have the plan's layout.
+    With stages or several axes, a variable's placement depends on the stage or axis that holds it, and the rows of an
+    input on the inner axis; the check then takes these placements from the plan.
     """
     found = []
     expanded = expand(program, plan.expanded, settings)
@@ -141,7 +148,12 @@ def check_layouts(program: Program, plan: Plan, settings: PlanSettings) -> list[
 
 
 def check_exchanges(programs: Sequence[Program]) -> list[str]:
-    """Checks that messages sent are received, and that all ranks take part alike in collectives; lists the problems."""
+    """Lists sends that no rank receives, receives that no rank sends, and collectives in which ranks do not take part
+    alike.
+
+    Args:
+      programs: the program of each rank, in the order of the ranks.
+    """
     sent: Counter[tuple[str, int, int, str]] = Counter()
     received: Counter[tuple[str, int, int, str]] = Counter()
     collectives: dict[tuple[str, tuple[int, ...]], dict[int, list[str]]] = {}
@@ -168,22 +180,24 @@ def check_exchanges(programs: Sequence[Program]) -> list[str]:
     ]
     for (key, members), there in collectives.items():
         if missing := [rank for rank in members if rank not in there]:
-            found.append(f"{key} waits for ranks {missing} of {list(members)}, which do not take part")
+            found.append(f"the collective {key} waits for ranks {missing} of {list(members)}, which do not take part")
         elif strangers := [rank for rank in there if rank not in members]:
-            found.append(f"ranks {strangers} take part in {key}, which is of {list(members)}")
+            found.append(f"ranks {strangers} take part in the collective {key}, which is of ranks {list(members)}")
         elif unlike := [rank for rank in members if there[rank] != there[members[0]]]:
             ours, theirs = there[members[0]], there[unlike[0]]
-            found.append(f"in {key}, rank {members[0]} runs {', '.join(ours)} and rank {unlike[0]} {', '.join(theirs)}")
+            found.append(
+                f"in the collective {key}, rank {members[0]} runs {', '.join(ours)}, and rank {unlike[0]} "
+                f"{', '.join(theirs)}"
+            )
     return found
 
 
 def check_waits(programs: Sequence[Program]) -> list[str]:
-    """Checks that no ranks wait for each other in a cycle; lists the problems.
+    """Lists a cycle in which ranks wait for each other's exchanges, if there is one.
 
-    In a cycle each rank waits for an exchange that another one begins only after its own.
-
-    An exchange, even a send, ends only after all participants have begun it: large tensors are read from the sender's
-    memory. A rank begins an exchange when its operands and control inputs are ready.
+    A rank begins an exchange once its operands and control inputs are ready. An exchange, even a send, ends only after
+    all participants have begun it, since large tensors are read out of the sender's memory. In a cycle each rank waits
+    for an exchange that another one begins only after its own.
     """
     meetings: dict[tuple[object, ...], list[_Moment]] = {}
     met: dict[_Moment, tuple[object, ...]] = {}
@@ -207,7 +221,7 @@ def check_waits(programs: Sequence[Program]) -> list[str]:
     try:
         order.prepare()
     except CycleError as error:
-        circle: list[_Moment] = error.args[1]  # each before the next one, the last one is the first
+        circle: list[_Moment] = error.args[1]  # each moment waits for the one before; the last one equals the first
         steps = [one for one in circle[:-1] if one[2] == _BEGINS or one in met]
         while steps[0] not in met:
             steps.append(steps.pop(0))
@@ -218,7 +232,9 @@ def check_waits(programs: Sequence[Program]) -> list[str]:
 
 
 def _make_meeting_key(node: Node, rank: int) -> tuple[object, ...]:
-    """Returns a key that is equal on all ranks that take part in an exchange, and nowhere else."""
+    """Returns a key that identifies an exchange: equal on all ranks that take part in it, and different for any other
+    one.
+    """
     key = str(node.attrs.get("key", node.name))
     if node.op in POINT_TO_POINT:
         peer = int(node.attrs["peer"])

@@ -1,4 +1,6 @@
-"""Defines sharding rules: the placements that an op allows over one mesh axis, and its local form on a rank."""
+"""Defines sharding rules: for each op type, the placements that it allows over one mesh axis, and its form on one
+rank.
+"""
 
 from whale.sharding_rules.base import Local, OpView, Rule, Strategy
 from whale.sharding_rules.empty import find_known_outputs

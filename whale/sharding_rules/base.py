@@ -1,9 +1,10 @@
-"""Defines the interface of a rule: for one mesh axis, the placements that an op allows, and its local form on a rank.
+"""Defines the interface of a sharding rule: for one mesh axis, the placements that an op allows, and its local form.
 
-``Rule.strategies`` answers the planner's question ("given the operands' placements now, what may this op do?");
-``Rule.local_op`` answers lowering's ("with this strategy, what changes on coordinate i?").
+``Rule.strategies`` answers the planner's question: given the operands' present placements, in which ways may this op
+run? ``Rule.local_op`` answers the question of lowering: with this strategy, what changes in the node on coordinate i?
 
-Rules whose line depends on the op write it with the helpers that stand last.
+The helpers at the end of the module write lines of the rule notation (``whale.sharding_rules.notation``) for rules
+whose line depends on the op's attributes and shapes.
 
 Decision: 0040.
 """
@@ -37,8 +38,13 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class OpView:
-    """A node in the form that its rule needs: global types, attributes, constant operands, and the size of the mesh
-    axis.
+    """Presents a node as its rule needs it.
+
+    Attributes:
+      node: the node.
+      inputs: the global types of its operands.
+      parts: number of coordinates of the mesh axis.
+      consts: returns the value of an operand if it is a constant of the program, else None.
     """
 
     node: Node
@@ -52,12 +58,12 @@ class OpView:
         return self.node.outputs
 
     def attr(self, name: str, default: Any = None) -> Any:
-        """Returns the value of an attribute of the node; ``default`` where it has none of that name."""
+        """Returns the value of the node's attribute ``name``; ``default`` if it has no such attribute."""
         return self.node.attrs.get(name, default)
 
     @property
     def marks(self) -> Marks:
-        """Returns the marks of the node."""
+        """Returns what Whale's passes have recorded about the node."""
         return self.node.marks
 
     def const(self, i: int) -> np.ndarray | None:
@@ -67,17 +73,25 @@ class OpView:
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """The indices into a divided dimension of which a rank has ``size`` positions from ``offset``.
+    """Describes indices into a dimension of which a rank holds only ``size`` positions, from position ``offset`` on.
 
-    Indices on the rank are relative to ``offset``. An index outside of the rank's part becomes
-    -1 without ``masked``, which the op ignores; with ``masked`` it becomes a valid position, and its elements are
-    zeroed, in that
-    operand (a number), or in the first output (-1), whose dimensions from ``at`` are those of the indices.
-    ``runs`` is how many runs the dimension consists of; only one can be counted from an offset.
-    With ``column``, the last dimension of the indices is a position in several dimensions, one of which is cut;
-    then elements of an index outside are dropped, with their rows in the operands ``rows``, or zeroed.
-    With ``old``, elements of that operand at the valid positions replace those of indices outside; the
-    positions stay within ``blocks``.
+    On the rank, indices are counted from ``offset``. What becomes of an index outside of these positions depends on
+    ``masked``.
+
+    Attributes:
+      indices: number of the operand that has the indices.
+      offset: first position of the rank.
+      size: number of positions of the rank.
+      masked: None: outside indices become -1, which the op ignores. Otherwise they become valid positions, and their
+        elements are zeroed in operand number ``masked``; in the first output if it is -1.
+      at: first of the dimensions of the masked tensor that correspond to those of the indices.
+      runs: number of runs of the sharded dimension; only with one run can indices be counted from an offset.
+      column: if the last dimension of the indices addresses several dimensions, which of its columns addresses the
+        sharded one.
+      rows: with ``column`` and without ``masked``, the operand of which the rows of outside indices are dropped.
+      old: with ``column`` and ``masked``, the operand whose elements replace those of outside indices, instead of
+        zeros.
+      blocks: with ``old``, the number of blocks within which the positions stay (``Marks.blocks``).
     """
 
     indices: int
@@ -92,8 +106,9 @@ class Window:
     blocks: int = 0
 
     def to_local(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Returns (the indices relative to the rank's part, whether each is inside it); if indices have rows, those
-        outside are to be dropped.
+        """Returns (the indices counted from the rank's first position, whether each of them is on this rank).
+
+        Outside indices become -1 or a valid position, as the class says; if indices have rows, the caller drops those.
         """
         if self.column is not None:
             one = replace(self, column=None, masked=0 if self.rows is None else None)
@@ -107,11 +122,20 @@ class Window:
         return np.where(inside, moved, other), inside
 
     def zero_outside(self, values: np.ndarray, inside: np.ndarray) -> np.ndarray:
-        """Zeroes ``values`` whose index is outside of the rank's part."""
+        """Returns ``values`` with zeros for the indices that are not on this rank.
+
+        Args:
+          inside: whether each index is on this rank.
+        """
         return self._replace_outside(values, inside, np.zeros((), values.dtype))
 
     def select_masked(self, operands: Sequence[np.ndarray], inside: np.ndarray) -> np.ndarray:
-        """Returns the masked operand among operands with the rank's own indices."""
+        """Returns the masked operand with zeros, or with the old elements, for the indices that are not on this rank.
+
+        Args:
+          operands: the op's operands, with indices that are already local.
+          inside: whether each index is on this rank.
+        """
         values = operands[self.masked or 0]
         if self.old is None:
             return self.zero_outside(values, inside)
@@ -125,16 +149,17 @@ class Window:
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """A route by which ids go to the ranks that hold their rows (see ``whale.sharding_rules.embedding``).
+    """Describes how ids are sent to the ranks that hold their table rows (see ``whale.sharding_rules.embedding``).
 
     Attributes:
-      starts: the first row of each rank, and the number of rows.
-      ids: the operand that has the ids.
-      table: the operand that has the rows; None: the result.
-      values: the operand that is added to rows; None: rows are read.
-      strides: of the columns of the ids, each a position in one dimension: in rows; empty: an id is a row's number.
-      dim: the dimension of the table that is cut; rows are counted with this one outermost.
-      unknown: the dimension of the table whose size only the run knows, if there is one; strides are of a larger one.
+      starts: number of the first row of each rank, and at the end the number of rows.
+      ids: number of the operand that has the ids.
+      table: number of the operand that has the rows; None: the result is the table.
+      values: number of the operand that is added to rows; None: rows are read.
+      strides: for ids with columns, by how many rows each column counts; (): an id is the number of a row.
+      dim: the dimension of the table that is sharded; rows are numbered as if this dimension were the outermost one.
+      unknown: the dimension of the table whose size is known only at run time, if there is one; ``strides`` assume a
+        larger size.
     """
 
     starts: tuple[int, ...]
@@ -148,20 +173,20 @@ class Route:
 
 @dataclass(frozen=True, slots=True)
 class Local:
-    """The differences between a rank's node and the program's.
+    """Describes how a rank's node differs from the program's.
 
     Attributes:
       attrs: attributes with other values.
-      blocks: the number of blocks of its rows; None: as in the program (``Marks.blocks``).
-      consts: operand number -> a new local constant (shapes, multiples, slice bounds).
-      op: another op type (same operands), e.g. Sum for a Mean over a split dimension.
-      divide_by: divisor of the first output (the global count of a mean).
-      plus: added to the first output (to a rank's shape, the sizes on other ranks).
-      added: operand number -> added value (a seed of the rank's own).
-      seeds: attribute -> added value, likewise.
-      moved: operand number -> added offset, because it counts from the rank's first position.
-      window: indices into a dimension that is cut.
-      route: how ids, and the values of ids, are sent to the ranks that hold their rows.
+      blocks: new value of the mark ``Marks.blocks``; None: unchanged.
+      consts: operand number -> constant that replaces the operand (shapes, multiples, slice bounds).
+      op: another op type with the same operands, such as Sum for a Mean over a sharded dimension; None: unchanged.
+      divide_by: divisor of the first output, such as the global count of a mean.
+      plus: added to the first output: to a rank's shape, the sizes on other ranks.
+      added: operand number -> value added to it, such as a rank's own seed.
+      seeds: attribute -> value added to it, likewise.
+      moved: operand number -> offset added to it, so that indices count from the rank's first position.
+      window: which indices into a sharded dimension the rank holds; None: no operand has such indices.
+      route: how ids, and the values of ids, are sent to the ranks that hold their rows; None: they are not.
     """
 
     attrs: Mapping[str, Any] = field(default_factory=dict)
@@ -181,10 +206,11 @@ UNCHANGED = Local()
 
 
 class Rule(Protocol):
-    """The rule of one op type.
+    """Defines what the sharding rule of an op type provides.
 
-    ``produces_any``: the op can make an output in a placement that no operand has (a Fill or a Tile cut anywhere, an
-    empty list); ask for it with ``wanted``.
+    Attributes:
+      produces_any: True if the op can make an output in a placement that no operand has, such as a Fill; such
+        placements are proposed by ``wanted``.
     """
 
     produces_any: bool
@@ -192,19 +218,24 @@ class Rule(Protocol):
     def strategies(
         self, op: OpView, current: Sequence[Placement], wanted: Sequence[Placement | None] = ()
     ) -> list[Strategy]:
-        """Returns the legal strategies, given the operands' present placements (``current`` supplies the sizes of
-        splits).
+        """Returns the strategies that are legal for an op.
 
-        ``wanted`` are preferred placements of the outputs: they propose splits as ``current`` does. The
-        replicated strategy (everything ``B``) comes last. An empty list means that the op must run on the group's
-        first rank (``Owner``).
+        Args:
+          op: the op.
+          current: the operands' present placements; the sizes of their shards are the ones that are proposed.
+          wanted: preferred placements of the outputs, whose shards are proposed too; None for an output without
+            preference.
+
+        Returns:
+          the strategies, the replicated one (everything ``B``) last. An empty list means that the op must run on the
+            first rank only.
         """
 
     def local_op(self, op: OpView, strategy: Strategy, coordinate: int) -> Local:
-        """Returns the local form of the op on coordinate ``coordinate`` under ``strategy``."""
+        """Returns how the op's node on ``coordinate`` differs from the program's under ``strategy``."""
 
     def count_exchanged_bytes(self, op: OpView, strategy: Strategy) -> int:
-        """Returns the bytes that the node itself moves between all ranks under ``strategy``."""
+        """Returns the logical bytes that the node itself moves between ranks under ``strategy``, over all ranks."""
 
 
 def replicate_all(op: OpView) -> Strategy:
@@ -213,16 +244,19 @@ def replicate_all(op: OpView) -> Strategy:
 
 
 def replace_per_rank(placement: Placement) -> Placement:
-    """Replaces ``own`` by ``B``: a per-rank value is a whole tensor to its rank."""
+    """Returns ``B`` for a per-rank placement (``own``), and any other placement unchanged.
+
+    To one rank, its per-rank value is a whole tensor like a replicated one.
+    """
     return B if type(placement) is PerRank else placement
 
 
 def adapt_to_per_rank(option: Strategy, current: Sequence[Placement]) -> Strategy | None:
-    """Adapts ``option``, which takes some operands replicated, to per-rank operands.
+    """Returns ``option`` adapted to operands that are per rank (``own``) where it takes them replicated.
 
-    Any op without side effects allows that: its results of replicated operands are then per rank as well, and those of
-    rows or partial sums keep their placement. None: ``current`` are per-rank values of different rows, or ``option``
-    wants one of them in another placement.
+    Any op without side effects allows that. Outputs that were replicated then are per rank as well; outputs with shards
+    or partial sums keep their placement. The result is None if no operand is per rank, if several are of different
+    rows, or if ``option`` takes one of them in a placement other than replicated.
     """
     own = {p for p in current if type(p) is PerRank}
     if len(own) != 1:
@@ -246,22 +280,31 @@ def local_output_shape(op: OpView, strategy: Strategy, i: int, coordinate: int) 
 
 
 def make_labels(prefix: str, count: int) -> list[str]:
-    """Returns ``count`` labels: a0 a1 ..."""
+    """Returns ``count`` labels: ``make_labels("a", 2)`` is ["a0", "a1"]."""
     return [f"{prefix}{i}" for i in range(count)]
 
 
 def write_runs(runs: int, label: str, *, inner: bool = False) -> str:
-    """Writes a dimension of ``runs`` runs of ``label``; with ``inner``, of ``label`` runs of ``runs`` each."""
+    """Writes a dimension of ``runs`` runs of the length ``label``, "(2 n)"; with ``inner``, ``label`` runs of length 2:
+    "(n 2)".
+    """
     if runs == 1:
         return label
     return f"({label} {runs})" if inner else f"({runs} {label})"
 
 
 def write_windows(sizes: Dims | None, window: Sequence[int], steps: Sequence[int]) -> list[str | None]:
-    """Writes each dimension for windows of these sizes and steps that see each element at most once.
+    """Writes, for each dimension, which windows can be sharded: those that see each element at most once.
 
-    ``h``: one element each; ``(h 2)``: non-overlapping windows of 2. None: windows overlap, or the size is not known to
-    be a multiple of the step (then padding or a remainder would have to be at one end only).
+    Args:
+      sizes: sizes of the dimensions.
+      window: size of the window in each dimension.
+      steps: step of the window in each dimension.
+
+    Returns:
+      for each dimension ``s0`` (steps of one element), ``(s0 2)`` (windows within steps of 2), or None: windows
+        overlap, or the size is not known to be a multiple of the step, so that padding or a remainder would be at one
+        end only.
     """
     found: list[str | None] = []
     for n, (size, one, step) in enumerate(zip(sizes or (None,) * len(window), window, steps)):
@@ -271,7 +314,7 @@ def write_windows(sizes: Dims | None, window: Sequence[int], steps: Sequence[int
 
 
 def write_term(items: Iterable[str]) -> str:
-    """Writes a term of these items; ``.`` where there are none (a scalar)."""
+    """Writes a term of the notation from its items, separated by blanks; ``.`` if there are none (a scalar)."""
     return " ".join(items) or "."
 
 
@@ -281,30 +324,33 @@ def write_terms(*many: Iterable[str]) -> str:
 
 
 def freeze(items: list[str], dims: Iterable[int]) -> list[str]:
-    """Returns ``items`` with those at ``dims`` frozen."""
+    """Returns ``items`` with the flag ``^`` (cannot be cut) on those at the positions ``dims``."""
     chosen = set(dims)
     return [f"{x}^" if i in chosen else x for i, x in enumerate(items)]
 
 
 def read_constant(op: OpView, i: int) -> list[int] | None:
-    """Returns the integers of constant operand ``i``, flat; None if it is not a constant."""
+    """Returns the integers of constant operand ``i``, flattened; None if the operand is not a constant."""
     value = op.const(i)
     return None if value is None else [int(v) for v in np.asarray(value).reshape(-1)]
 
 
 def read_axis(op: OpView, i: int, rank: int) -> int | None:
-    """Returns the dimension that constant scalar operand ``i`` names, counted from the front; None if it is no
+    """Returns the dimension that constant scalar operand ``i`` names, counted from the front; None if it is not
     constant.
+
+    Args:
+      rank: number of dimensions, for negative axes.
     """
     value = read_constant(op, i)
     return None if not value else value[0] % max(rank, 1)
 
 
 def is_same_size(a: int | None, b: int | None) -> bool:
-    """Tells whether two sizes are known and equal."""
+    """Returns True if both sizes are known and equal."""
     return a is not None and a == b
 
 
 def _count_dims(shape: Dims | None) -> int | None:
-    """Returns the number of dimensions, None if unknown."""
+    """Returns the number of dimensions; None if it is unknown."""
     return None if shape is None else len(shape)

@@ -1,4 +1,4 @@
-"""Applies a rule line to one op: assigns labels to its dimensions, and derives strategies."""
+"""Applies a rule line to one op: assigns the line's labels to the op's dimensions, and derives strategies."""
 
 from __future__ import annotations
 
@@ -11,22 +11,27 @@ from whale.ir.values import Dims, TensorType
 from whale.sharding_rules.base import Strategy
 from whale.sharding_rules.notation import Line, Passes, Term
 
-# Types of tensors that stand for others: a list's placement is that of its elements, a variable's that of its value.
+# Dtypes of handles: the placement of a list is that of its elements, that of a variable's handle is that of its value.
 HANDLES = ("variant", "resource")
 
-# The place of a label in a tensor: (dimension, product of what is inside it, of what is outside it in that dimension);
-# None: the tensor lacks it.
+# The place of a label in a tensor: (dimension, product of the sizes inside the label in that dimension, product of the
+# sizes outside it); None: the tensor lacks the label.
 Place = tuple[int, int, int] | None
-# A label of a dimension that can be cut, with those two products.
+# A label along which a dimension can be cut, with the same two products.
 Part = tuple[str, int, int]
 
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """The effect of cutting along one label: its size (None: unknown), and its position in each operand and output.
+    """Describes what sharding along one label does.
 
-    ``grown`` are the outputs that become partial; ``unknown`` the operands whose dimension has no static size, which
-    may only be cut where they are cut already.
+    Attributes:
+      size: number of indices of the label; None: unknown.
+      inputs: the label's place in each operand; None where the operand lacks it.
+      outputs: likewise for each output.
+      grown: numbers of the outputs that become partial.
+      unknown: numbers of the operands whose dimension has no static size; they may only be cut where they are cut
+        already.
     """
 
     size: int | None
@@ -38,7 +43,15 @@ class Cut:
 
 @dataclass(frozen=True, slots=True)
 class Binding:
-    """A line bound to an op. ``dims``: per tensor, per dimension the parts that can be cut there, outermost first."""
+    """Represents a rule line bound to the types of one op.
+
+    Attributes:
+      inputs: the line's term for each operand.
+      outputs: the line's term for each output.
+      cuts: label -> what sharding along it does; labels that cannot be cut are missing.
+      input_dims: for each operand and dimension, the labels that can be cut there, outermost first.
+      output_dims: likewise for each output.
+    """
 
     inputs: tuple[Term, ...]
     outputs: tuple[Term, ...]
@@ -48,7 +61,11 @@ class Binding:
 
 
 def _repeat_variadic(line: Line, terms: tuple[Term, ...], count: int, what: str) -> tuple[Term, ...]:
-    """Repeats the variadic one of ``terms`` so that there are ``count``."""
+    """Returns ``count`` terms: ``terms`` with the variadic one, if any, repeated or left out as needed.
+
+    Raises:
+      RuleError: there is no variadic term and the number differs, or there are too few tensors.
+    """
     at = next((i for i, t in enumerate(terms) if t.variadic), None)
     if at is None:
         if len(terms) != count:
@@ -67,8 +84,13 @@ def _count_fixed(term: Term) -> int:
 
 
 def _run_lengths(line: Line, terms: Sequence[tuple[Term, int | None]]) -> tuple[dict[str, int], list[int | None]]:
-    """Returns the lengths of named runs, and per term the length of its ``*`` (None: unknown), from the
-    tensors' ranks.
+    """Finds how many dimensions each run (``p*`` or ``*``) stands for, from the ranks of the tensors.
+
+    Args:
+      terms: the term and the rank of each tensor; None: unknown rank.
+
+    Returns:
+      (name of a run -> its number of dimensions, that of each term's own ``*``; None: unknown).
     """
     runs: dict[str, int] = {}
     free: list[int | None] = [None] * len(terms)
@@ -102,7 +124,7 @@ def _make_misfit_error(line: Line, k: int, rank: int, expected: str) -> RuleErro
 
 
 def _label_dims(term: Term, runs: dict[str, int], free: int | None) -> list[tuple[str | int, ...]] | None:
-    """Returns the labels of each dimension, outermost first; None when a run's length is unknown."""
+    """Returns the labels of each dimension of a term, outermost first; None if the length of a run is unknown."""
     dims: list[tuple[str | int, ...]] = []
     for item in term.items:
         if not item.star:
@@ -125,13 +147,14 @@ def _find_flag(line: Line, label: str) -> str:
 
 
 def bind(line: Line, inputs: tuple[TensorType, ...], outputs: tuple[TensorType, ...], hint: int | None) -> Binding:
-    """Applies ``line`` to an op with these types.
+    """Binds ``line`` to an op with these operand and output types.
 
     Args:
-      hint: rank of the elements of variant (list) tensors, when nothing else tells it.
+      hint: rank of the elements of lists (dtype variant), for lists whose term has a run of unknown length; None:
+        unknown.
 
     Raises:
-      RuleError: number or rank of the tensors, or the size of a dimension, does not fit the line.
+      RuleError: the line does not fit the number or rank of the tensors, or the size of a dimension.
     """
     interms = _repeat_variadic(line, line.inputs, len(inputs), "operands")
     outterms = _repeat_variadic(line, line.outputs, len(outputs), "outputs")
@@ -165,8 +188,9 @@ def _list_named(term: Term) -> list[str]:
 
 
 def _find_sizes(line: Line, named: list, shapes: list[Dims | None]) -> dict[str, int]:
-    """Returns the size of each label that follows from some dimension; compound dimensions determine a single unknown
-    label.
+    """Returns the size of each label, where some dimension tells it.
+
+    A compound dimension tells the size of a label if it is the only unknown one in it.
     """
     sizes: dict[str, int] = {}
     compounds = []
@@ -200,8 +224,9 @@ def _find_sizes(line: Line, named: list, shapes: list[Dims | None]) -> dict[str,
 
 
 def _find_parts(labels: list, shape: Dims | None, sizes: dict[str, int]) -> list[tuple[Part, ...]]:
-    """Returns, per dimension, the labels whose position in it is known, with the products of the sizes inside and
-    outside of them.
+    """Returns, for each dimension of a tensor, the labels whose place in the dimension is known.
+
+    Each has the product of the sizes inside it, and of those outside it, in that dimension.
     """
     found: list[tuple[Part, ...]] = []
     for at, names in enumerate(labels):
@@ -224,7 +249,7 @@ def _find_parts(labels: list, shape: Dims | None, sizes: dict[str, int]) -> list
 
 
 def _multiply(counts: Sequence[int | None]) -> int | None:
-    """Multiplies counts; None when one of them is unknown."""
+    """Returns the product of ``counts``; None if one of them is unknown."""
     result = 1
     for count in counts:
         if count is None:
@@ -248,10 +273,10 @@ def _find_cuts(line: Line, named: list, dims: list, shapes: list, sizes: dict[st
         lost = [j for j, row in enumerate(named) if any(label in names for names in row) and not places[j]
                 and not (label[0] == "*" and j < n)]  # fmt: skip
         if lost:
-            continue  # a compound dimension of unknown inner size carries it
+            continue  # the label is in a compound dimension whose inner size is unknown
         grown = frozenset(j for j, term in enumerate(outterms) if places[n + j] is None and not term.same)
         if grown and flag != "+":
-            continue  # a dimension of a run that this output lacks
+            continue  # an output lacks this dimension of a run, and the label has no flag ``+``
         unknown = frozenset(
             i
             for i, (place, shape) in enumerate(zip(places[:n], shapes))
@@ -264,8 +289,10 @@ def _find_cuts(line: Line, named: list, dims: list, shapes: list, sizes: dict[st
 def _find_units(
     pl: Shard, row: tuple[tuple[Part, ...], ...], cuts: dict[str, Cut]
 ) -> tuple[str, tuple[int, ...], int] | None:
-    """Returns the label that ``pl`` cuts, its sizes per coordinate, and its runs; None when the cut falls into no
-    label.
+    """Returns (label that the shard ``pl`` cuts, label indices per coordinate, runs); None if it cuts across labels.
+
+    Args:
+      row: the labels that can be cut in each dimension of the tensor.
     """
     for label, inner, outer in row[pl.dim] if pl.dim < len(row) else ():
         if pl.blocks % outer or (inner != 1 and any(s % inner for s in pl.sizes)):
@@ -280,7 +307,16 @@ def _find_units(
 
 def list_cut_strategies(binding: Binding, current: Sequence[Placement], wanted: Sequence[Placement | None], reduce: str,
                    why: str) -> list[Strategy]:  # fmt: skip
-    """Returns one strategy per distinct (label, sizes) that an operand, or a wanted output, is cut by."""
+    """Returns the strategies that shard the op along one label each.
+
+    There is one for each distinct way in which an operand is sharded now, or an output is wanted sharded.
+
+    Args:
+      current: present placements of the operands.
+      wanted: preferred placements of the outputs.
+      reduce: the reduction of outputs that become partial.
+      why: the reason for the strategy, to which the label is added.
+    """
     seeds: dict[tuple[str, tuple[int, ...], int], None] = {}
     for rows, placements in ((binding.input_dims, current), (binding.output_dims, wanted)):
         for row, pl in zip(rows, placements):
@@ -292,7 +328,7 @@ def list_cut_strategies(binding: Binding, current: Sequence[Placement], wanted: 
     for label, units, blocks in seeds:
         cut = binding.cuts[label]
         if 0 in units and any(t.same and t.kind == "dims" for t in binding.outputs):
-            continue  # an empty share would have to run the kernel for the output that is whole
+            continue  # a coordinate with an empty shard would have to run the kernel for a replicated output
         placed = [_place_label(p, units, blocks) for p in cut.inputs]
         if any(not isinstance(current[i], Shard) or current[i].dim != placed[i].dim for i in cut.unknown):  # type: ignore[union-attr]
             continue
@@ -315,8 +351,12 @@ def _place_label(place: Place, units: tuple[int, ...], blocks: int) -> Placement
 
 def list_partial_strategies(binding: Binding, passes: Sequence[Passes], current: Sequence[Placement],
                        wanted: Sequence[Placement | None], why: str) -> list[Strategy]:  # fmt: skip
-    """Returns strategies in which the operands that ``passes`` names are partial, where one of them, or a wanted
-    output, is.
+    """Returns the strategies in which partial operands pass through the op to partial outputs.
+
+    A strategy is listed if one of the operands that ``passes`` names is partial now, or an output is wanted partial.
+
+    Args:
+      passes: the sets of operands that may be partial together.
     """
     found: list[Strategy] = []
     n = len(binding.inputs)
@@ -343,8 +383,10 @@ def _place_rest(term: Term, current: Placement) -> Placement:
 
 
 def find_whole_strategy(binding: Binding, current: Sequence[Placement], why: str) -> Strategy | None:
-    """Returns the strategy that replicates all but the tensors of any placement; None when that is plain
-    replication.
+    """Returns the strategy that replicates all operands but those that may have any placement (``?``, or unread
+    partials).
+
+    The result is None if that is the plain replicated strategy.
     """
     inputs = tuple(_place_rest(t, pl) for t, pl in zip(binding.inputs, current))
     if all(pl is B for pl in inputs):

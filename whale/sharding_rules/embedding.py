@@ -1,20 +1,21 @@
-"""Exchanges rows of a table that is split by rows: ids go to the ranks that have their rows, and rows come back.
+"""Defines exchanges of table rows: ids go to the ranks that hold their rows, and rows come back.
 
-Both the table and the ids are cut. Each rank asks every other one for the ids that it needs of its part, each id once,
-and how many these are only the run knows: sizes are exchanged first (``WhaleRouteIds``). Rows come back by an
-all-to-all of as many (``WhaleReturnRows``), and what is added to rows goes the same way (``WhaleSendRows``). The other
-way to read a table that is cut by rows, zeros for rows of others, moves as many rows to every rank as all have ids.
+Both the table's rows and the ids are sharded. Each rank asks every other one for the rows of its own ids, each id once.
+How many these are is known only at run time, so sizes are exchanged first (``WhaleRouteIds``). Rows come back by an
+all-to-all (``WhaleReturnRows``), and values to add to rows go the other way (``WhaleSendRows``). The alternative,
+reading zeros for other ranks' rows and reducing the sum, would move as many rows to every rank as all ranks have ids.
 
-The table may be a variable, a tensor (what experts made of tokens), or the result (slots into which tokens are put).
-Of the dimensions that ids with columns address, one that is not cut may have a size that only the run knows (as many
-slots as the fullest expert has tokens): rows are numbered as if it were very large, and counted where they are.
+The table may be a variable, a tensor (what experts made of tokens), or the result (slots into which tokens are put). Of
+the dimensions that ids with several columns address, one that is not sharded may have a size known only at run time (as
+many slots as the fullest expert has tokens). Rows are then numbered as if that size were very large, and the numbers
+are converted on the rank that has the rows.
 
-``WhaleSumsById`` makes of ids and rows each id once, and the sums of its rows: what an optimizer does with them
-happens where the table's rows are. How many each rank has only the run knows; such tensors lie as the table does, which
-says who has the row of which id, and their ids count from the owner's first row. Only nodes marked ``owned_rows`` read
-them.
+``WhaleSumsById`` turns ids and rows into the unique ids and the sum of each id's rows, so that an optimizer can update
+each row once, where the table's rows are. How many ids each rank gets is known only at run time. Such tensors have the
+placement of the table, which tells who has the row of which id, and their ids count from the owner's first row. Only
+nodes with the mark ``owned_rows`` read them.
 
-Where one rank has the table, and all its ids, nothing is exchanged.
+If one rank has the whole table and all its ids, nothing is exchanged.
 
 Decision: 0087.
 """
@@ -30,22 +31,23 @@ from whale.ir.program import Node
 from whale.ir.values import TensorType, count_item_bytes, require_static_shape
 from whale.sharding_rules.base import OpView, Route
 
-# Each id once, and the sums of the rows that belong to it; no rank's kernel is it (``whale.partition.embedding``).
+# The op of unique ids and the sum of each id's rows; it has no kernel (see ``whale.partition.embedding``).
 SUMS_BY_ID = "WhaleSumsById"
 _FLOATS = ("float16", "bfloat16", "float32", "float64")
 _MOST_ROWS = {"int32": 1 << 31, "int64": 1 << 63}
-_SOME_ROWS = (1 << 31) - 1  # numbers of rows of a table of which one size only the run knows are below
+_SOME_ROWS = (1 << 31) - 1  # upper bound of row numbers of a table of which one size is known only at run time
 
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """The operands of an op that are a table, ids of its rows, and values for each id, by number.
+    """Tells which operands of an op are a table, ids of its rows, and values per id.
 
     Attributes:
-      table: None: the result.
-      values: operand added to rows; None: the result, rows that are read.
-      columns: the last dimension of the ids is a position in several dimensions of the table.
-      once: the results are the unique ids, and the summed values of each: they are placed as the table's rows.
+      ids: number of the operand that has the ids.
+      table: number of the operand that is the table; None: the result is.
+      values: number of the operand that is added to rows; None: the result has the rows that are read.
+      columns: True if the last dimension of the ids is a position in several dimensions of the table.
+      once: True if the results are the unique ids and the summed values of each, which lie where the table's rows are.
     """
 
     ids: int
@@ -55,15 +57,15 @@ class Rows:
     once: bool = False
 
     def table_type(self, op: OpView) -> TensorType:
-        """Returns the type of the whole table."""
+        """Returns the global type of the table."""
         return op.outputs[0] if self.table is None else op.inputs[self.table]
 
     def values_type(self, op: OpView) -> TensorType:
-        """Returns the type of the tensor with a value for each id: the operand to add, or the result of a lookup."""
+        """Returns the global type of the tensor with a value per id: the operand to add, or the result of a lookup."""
         return op.outputs[0] if self.values is None else op.inputs[self.values]
 
     def placements(self, strategy: Strategy) -> tuple[Placement, Placement]:
-        """Returns the placements of table and ids."""
+        """Returns (placement of the table, placement of the ids) under ``strategy``."""
         table = strategy.outputs[0] if self.table is None else strategy.inputs[self.table]
         return table, strategy.inputs[self.ids]
 
@@ -71,8 +73,11 @@ class Rows:
 def list_exchanged_strategies(
     op: OpView, rows: Rows, current: Sequence[Placement], wanted: Sequence[Placement | None] = ()
 ) -> list[Strategy]:
-    """Returns the strategies that read, or add to, a table cut by rows, whose ids are cut as ``current`` or ``wanted``
-    say.
+    """Returns the strategies in which table and ids are both sharded, so that the op exchanges rows by their ids.
+
+    Args:
+      current: present placements of the operands.
+      wanted: preferred placements of the outputs.
     """
     result = wanted[0] if wanted else None
     table = result if rows.table is None else current[rows.table]
@@ -96,7 +101,7 @@ def list_exchanged_strategies(
 
 
 def is_exchanged(op: OpView, rows: Rows, strategy: Strategy) -> bool:
-    """Tells whether a strategy of a lookup, or of an addition to rows, is one of ``list_exchanged_strategies``."""
+    """Returns True if ``strategy`` makes the op exchange rows, as those of ``list_exchanged_strategies`` do."""
     table, ids = rows.placements(strategy)
     if not isinstance(ids, Shard) or not isinstance(table, Shard) or is_local(rows, strategy):
         return False
@@ -104,8 +109,8 @@ def is_exchanged(op: OpView, rows: Rows, strategy: Strategy) -> bool:
 
 
 def is_local(rows: Rows, strategy: Strategy) -> bool:
-    """Tells whether one rank has a whole table and all its ids: it runs the op unchanged, and other ranks do
-    nothing.
+    """Returns True if one rank has the whole table and all its ids, so that only this rank runs the op and nothing is
+    moved.
     """
     table, ids = rows.placements(strategy)
     if not isinstance(ids, Shard) or not isinstance(table, Shard) or rows.columns or len(table.sizes) < 2:
@@ -116,7 +121,10 @@ def is_local(rows: Rows, strategy: Strategy) -> bool:
 def list_owner_strategies(
     op: OpView, current: Sequence[Placement], wanted: Sequence[Placement | None] = ()
 ) -> list[Strategy]:
-    """Returns the strategies that process rows of unique ids on the ranks where the table has them."""
+    """Returns the strategies in which rows of unique ids are processed on the ranks that hold the table's rows.
+
+    Only ops with the mark ``owned_rows`` have any.
+    """
     if not op.marks.owned_rows:
         return []
     at = [_has_owned_rows(t) for t in (*op.inputs, *op.outputs)]
@@ -134,13 +142,13 @@ def list_owner_strategies(
 
 
 def is_owned(op: OpView, strategy: Strategy) -> bool:
-    """Tells whether ``list_owner_strategies`` created a strategy."""
+    """Returns True if ``strategy`` is one of ``list_owner_strategies``."""
     ways = list_owner_strategies(op, strategy.inputs, strategy.outputs)
     return any((way.inputs, way.outputs) == (strategy.inputs, strategy.outputs) for way in ways)
 
 
 def is_with_owners(node: Node, index: int, placement: Placement) -> bool:
-    """Tells whether a result of a node is on the ranks that own the table's rows it belongs to, and so cannot be
+    """Returns True if result ``index`` of a node lies with the owners of the table's rows, so that it cannot be
     resharded.
     """
     if not isinstance(placement, Shard) or placement.dim != 0:
@@ -149,12 +157,12 @@ def is_with_owners(node: Node, index: int, placement: Placement) -> bool:
 
 
 def _has_owned_rows(t: TensorType) -> bool:
-    """Tells whether a tensor has a row for each unique id, or is the variable of these rows."""
+    """Returns True if a tensor has a row per unique id (an unknown number of rows), or is a variable's handle."""
     return t.dtype == "resource" or (t.shape is not None and t.shape[:1] == (None,))
 
 
 def make_route(op: OpView, rows: Rows, strategy: Strategy) -> Route:
-    """Returns the route by which ids are sent to the ranks that hold their rows."""
+    """Returns the route by which ids are sent to the ranks that hold their rows, for a strategy that exchanges rows."""
     table, _ = rows.placements(strategy)
     assert isinstance(table, Shard), strategy
     if not rows.columns:
@@ -169,10 +177,10 @@ def make_route(op: OpView, rows: Rows, strategy: Strategy) -> Route:
 
 
 def count_exchanged_bytes(op: OpView, rows: Rows, strategy: Strategy) -> int:
-    """Returns the bytes that all ranks together are expected to move, if ids are uniform: each rank requests an id
-    once.
+    """Returns the bytes that all ranks together are expected to move for an op; 0 if ``strategy`` exchanges no rows.
 
-    Ids are sent where rows are read; updates of rows follow the same route.
+    Ids are assumed to be uniformly distributed, and each rank asks for an id only once. Lookups send ids and rows;
+    updates send rows only, since they use the ids that a lookup has sent.
     """
     if not is_exchanged(op, rows, strategy):
         return 0
@@ -190,14 +198,14 @@ def count_exchanged_bytes(op: OpView, rows: Rows, strategy: Strategy) -> int:
 
 
 def is_table_cut_by_ids(op: OpView, rows: Rows, table: Shard) -> bool:
-    """Tells whether the table is cut along a dimension that ids address."""
+    """Returns True if ``table`` shards a dimension that the ids address."""
     if table.blocks > 1 or len(table.sizes) < 2 or table.dim >= count_addressed_dims(op, rows):
         return False
     return rows.once or (rows.table_type(op).shape or ())[table.dim : table.dim + 1] != (None,)
 
 
 def can_run(op: OpView, rows: Rows) -> bool:
-    """Tells whether sizes are known, the values can be sent, and the indices are of rows at arbitrary positions."""
+    """Returns True if the op's rows can be exchanged: static sizes, values of floating type, ids of arbitrary rows."""
     ids, values = op.inputs[rows.ids], rows.values_type(op)
     if not ids.is_static or not ids.elements or not values.is_static or values.dtype not in _FLOATS:
         return False
@@ -215,24 +223,25 @@ def can_run(op: OpView, rows: Rows) -> bool:
             return False
         if math.prod(find_addressed_sizes(op, rows)) >= _MOST_ROWS[ids.dtype]:
             return False
-    # One value for all rows is none that belongs to them.
+    # There has to be a value for each id; one value for all rows would have no dimension of the ids.
     return require_static_shape(values)[: len(find_id_dims(op, rows))] == find_id_dims(op, rows)
 
 
 def find_id_dims(op: OpView, rows: Rows) -> tuple[int, ...]:
-    """Returns the dimensions of the ids without the one whose elements together form an id."""
+    """Returns the shape of the ids, without the last dimension if its elements together form one id."""
     shape = require_static_shape(op.inputs[rows.ids])
     return shape[:-1] if rows.columns else shape
 
 
 def count_addressed_dims(op: OpView, rows: Rows) -> int:
-    """Returns how many dimensions of the table an id addresses."""
+    """Returns the number of dimensions of the table that one id addresses."""
     return (op.inputs[rows.ids].shape or (0,))[-1] or 0 if rows.columns else 1
 
 
 def find_addressed_sizes(op: OpView, rows: Rows) -> tuple[int, ...]:
-    """Returns the sizes of the dimensions that an id with columns addresses; one that only the run knows is assumed as
-    large as row numbers allow.
+    """Returns the sizes of the table's dimensions that an id with columns addresses.
+
+    A size that is known only at run time is replaced by the largest one for which row numbers still fit.
     """
     shape = (rows.table_type(op).shape or ())[: count_addressed_dims(op, rows)]
     most = _SOME_ROWS // max(1, math.prod(n for n in shape if n is not None))
@@ -240,5 +249,5 @@ def find_addressed_sizes(op: OpView, rows: Rows) -> tuple[int, ...]:
 
 
 def count_rows_per_index(op: OpView, rows: Rows, table: Shard) -> int:
-    """Returns the number of rows for each index of the dimension that is cut."""
+    """Returns the number of table rows for each index of the sharded dimension."""
     return math.prod(n for i, n in enumerate(find_addressed_sizes(op, rows)) if i != table.dim) if rows.columns else 1

@@ -1,4 +1,4 @@
-"""Finds outputs that are known without running the op: those of empty parts, and shapes."""
+"""Finds outputs that are known without running the op: those of empty shards, and shapes."""
 
 from __future__ import annotations
 
@@ -16,18 +16,19 @@ _TAKES_NOTHING = MATMULS | VIEWS | FOLDS | {"BiasAdd", "Einsum"}
 def find_known_outputs(
     op: OpView, strategy: Strategy, coordinate: int, microbatched: bool = False
 ) -> tuple[np.ndarray | None, ...]:
-    """Returns, per output, the constant that it is on ``coordinate``; None where the kernel must run.
+    """Returns, for each output, the constant that it is on ``coordinate``; None where the kernel has to run.
 
-    Kernels differ on zero rows (ArgMax fails, Mean gives NaN), so a coordinate whose share of the cut dimension is 0
-    gets constants instead: empty tensors for cut outputs, the identity of the reduction for partial ones.
+    Kernels differ on zero rows (ArgMax fails, Mean yields NaN). So a coordinate whose shard of a cut dimension is empty
+    gets constants instead: empty tensors for sharded outputs, the identity element of the reduction for partial ones.
 
     Args:
-      microbatched: micro-batches are to follow. Where a rank has rows and no columns of them, its sums belong
-        to each micro-batch, which of constants nothing would say; so kernels run that make nothing of nothing.
+      microbatched: True if micro-batches are planned afterwards. A rank with rows and an empty shard of columns then
+        has to compute its (empty) sums for each micro-batch, which constants would not show; so kernels that accept
+        empty tensors run.
     """
     rule = find_rule(op.node.op)
     if rule is not None and rule.is_exchanging_rows(op, strategy):
-        return (None,) * len(op.outputs)  # who has no rows, or asks for none, takes part all the same
+        return (None,) * len(op.outputs)  # a rank without rows or ids takes part in the exchange all the same
     if rule is not None and rule.known is not None:
         return rule.known(op, strategy, coordinate)
     if not any(isinstance(p, Shard) and p.sizes[coordinate] == 0 for p in strategy.inputs + strategy.outputs):
@@ -41,7 +42,7 @@ def find_known_outputs(
 
 
 def _accepts_empty(op: OpView) -> bool:
-    """Tells whether the kernel supports tensors without elements: its sums are 0, and elementwise results are
+    """Returns True if the op's kernel accepts tensors without elements: sums are 0, and elementwise results are
     empty.
     """
     rule = find_rule(op.node.op)
@@ -50,7 +51,7 @@ def _accepts_empty(op: OpView) -> bool:
 
 
 def _has_rows(op: OpView, strategy: Strategy, coordinate: int) -> bool:
-    """Tells whether a node's first operand, and its outputs, are non-empty along the first dimension."""
+    """Returns True if the node's first operand and its outputs are not empty along their first dimension."""
     sides = ((op.inputs[:1], strategy.inputs), (op.outputs, strategy.outputs))
     shapes = [local_shape(t.shape, p, coordinate) for types, lie in sides for t, p in zip(types, lie)]
     return all(shape and shape[0] for shape in shapes)

@@ -1,4 +1,6 @@
-"""Presents nodes of a program in the form that rules need, and finds ops with function bodies."""
+"""Presents nodes of a program to sharding rules, and finds the uses of variables and the functions of loops and
+branches.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +18,12 @@ _LIST_OPS = IDENTITIES | {"ZerosLike", "AddN"}
 
 
 def is_list_op(node: Node) -> bool:
-    """Tells whether the node passes lists on, zeroes them or adds them, without changing the elements' positions."""
+    """Returns True if the node passes TensorLists on, zeroes them or adds them, without moving their elements."""
     return node.op in _LIST_OPS and all(t.dtype == "variant" for t in node.outputs)
 
 
 def has_variable_handle(program: Program, node: Node) -> bool:
-    """Tells whether the node takes a variable's handle: one of the program's, or in a body any resource passed in."""
+    """Returns True if the node takes the handle of a variable; in a function's body, any resource that is passed in."""
     handles = program.variable_of
     return any(
         r.node in handles or (not handles and r.node in program.inputs)
@@ -31,15 +33,20 @@ def has_variable_handle(program: Program, node: Node) -> bool:
 
 
 def make_op_view(program: Program, node: Node, parts: int) -> OpView:
-    """Returns ``node`` as its rule sees it."""
+    """Returns ``node`` as its rule sees it, for a mesh axis with ``parts`` coordinates."""
     by_name = program.by_name
     types = tuple(by_name[r.node].outputs[r.index] for r in node.inputs)
     return OpView(node, types, parts, lambda i: program.const(node.inputs[i]))
 
 
 def can_take(program: Program, node: Node, operand: int, current: list[Placement], parts: int) -> bool:
-    """Tells whether the node accepts its operand in the placement ``current``; loops, branches and ops without a rule
-    do not.
+    """Returns True if the node can take operand number ``operand`` in its placement of ``current``.
+
+    Loops, branches and ops without a rule cannot.
+
+    Args:
+      current: the present placements of all operands.
+      parts: number of coordinates of the mesh axis.
     """
     rule = find_rule(node.op)
     if rule is None or node.op in HAS_BODIES:
@@ -50,12 +57,13 @@ def can_take(program: Program, node: Node, operand: int, current: list[Placement
 
 @dataclass(frozen=True, slots=True)
 class Use:
-    """An op that takes variables, in the program or in a branch.
+    """Represents an op that takes variables.
 
     Attributes:
-      graph: the op's graph.
+      graph: the graph that has the op: the program, or the body of a branch.
       node: the op.
-      handles: for each operand, the handle node of its variable; "": none.
+      handles: for each operand, the name of the program's node that yields the variable's handle; "" if it is no
+        variable.
     """
 
     graph: Program
@@ -64,7 +72,7 @@ class Use:
 
 
 def iterate_variable_uses(program: Program) -> Iterator[Use]:
-    """Yields every op that takes variables; ops inside of branches take the place of the branch."""
+    """Yields every op that takes variables; for a branch, the ops in its functions instead of the branch itself."""
     waiting = [(program, {Ref(name): name for name in program.variable_of})]
     while waiting:
         graph, known = waiting.pop()
@@ -81,13 +89,13 @@ def iterate_variable_uses(program: Program) -> Iterator[Use]:
 
 
 def is_recreatable(program: Program, ref: Ref) -> bool:
-    """Tells whether the tensor can be created again in any placement (an empty TensorList)."""
+    """Returns True if the tensor can be made a second time in any placement, as an empty TensorList can."""
     node = program.by_name[ref.node]
     return bool(getattr(find_rule(node.op), "produces_any", False))
 
 
 def list_called_functions(node: Node) -> tuple[Func, ...]:
-    """Returns the functions that a loop or branch node runs; for a branch node, in the order of its alternatives."""
+    """Returns the functions that a loop or branch node runs: (condition, body), or the branches in their order."""
     if "branches" in node.attrs:
         return tuple(node.attrs["branches"])
     keys = ("cond", "body") if node.op in LOOPS else ("then_branch", "else_branch")

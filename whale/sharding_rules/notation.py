@@ -1,4 +1,4 @@
-"""Parses the one-line notation of sharding rules.
+"""Parses the one-line notation of sharding rules, such as ``m k+, k+ n -> m n`` for a matrix product.
 
     line     ::=  "replicated" | "owner" | operands "->" outputs
     operands ::=  term ("," term)*  |  nothing
@@ -6,19 +6,20 @@
     dimensions ::= (label flag? | label "*" flag? | "*" flag? | "(" label flag? inner* ")" | "1")+
     flag     ::=  "+" | "^"
 
-* A *label* names a dimension; where two operands have the same label they are cut together. ``+``: cutting it gives a
-  partial result where an output lacks it. ``^``: it cannot be cut.
+* ``replicated``: every rank computes the whole op. ``owner``: only the first rank runs it.
+* A *label* names a dimension; dimensions with the same label are sharded together. ``+``: where an output lacks the
+  label, sharding along it makes the output partial. ``^``: the dimension cannot be sharded.
 * ``*`` stands for any number of dimensions, right-aligned over the operands as NumPy broadcasts; a dimension of size 1
-  is not cut where the others are larger. ``p*`` is a run of dimensions that does not broadcast: as many wherever it is
-  written.
-* ``(b s)`` is one dimension made of several, outermost first, labels or sizes: ``(c 4)``. Where the outermost is cut,
-  then on multiples of the rest; an inner one is cut in runs.
-* ``.`` is whole everywhere (``B``); ``?`` may have any placement, and an output ``?`` has that of the operand with its
-  number; ``[out0]`` and other roles are operands that lowering replaces by a local constant; ``{x}`` is any number of
-  operands like ``x`` (once per side); ``~x``: the values are not read, so a partial operand serves as it is; ``=x``
-  (outputs): does not depend on the dimensions that it lacks.
+  is not sharded where the others are larger. ``p*`` is a run of dimensions that does not broadcast: as many wherever it
+  is written.
+* ``(b s)`` is one dimension made of several, outermost first; each is a label or a size: ``(c 4)``. Where the outermost
+  one is sharded, shards are multiples of the rest; an inner one is sharded in runs.
+* ``.`` is replicated (``B``). ``?`` may have any placement; an output ``?`` has that of the operand with its number.
+  ``[out0]`` and other roles are operands that lowering replaces by a local constant. ``{x}`` is any number of operands
+  like ``x`` (once per side). ``~x``: the values are not read, so a partial operand may be taken as it is. ``=x``
+  (outputs): the output does not depend on the dimensions that it lacks.
 
-The notation follows nnscaler's dimops annotations (``m k+, k+ n -> m n``) and einsum.
+The notation follows nnscaler's dimops annotations and einsum.
 """
 
 from __future__ import annotations
@@ -40,7 +41,12 @@ _ROLE = re.compile(r"\[([a-z]\w*)\]$")
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """One dimension of a term: its labels, outermost first; ``star`` when it is a run of dimensions (``*``, ``p*``)."""
+    """Represents one dimension of a term, or a run of dimensions.
+
+    Attributes:
+      labels: labels and sizes of the dimension, outermost first; () for a dimension of size 1.
+      star: True for a run of dimensions (``*``, ``p*``).
+    """
 
     labels: tuple[str | int, ...]
     star: bool = False
@@ -48,7 +54,16 @@ class Item:
 
 @dataclass(frozen=True, slots=True)
 class Term:
-    """One operand or output. ``kind`` is ``dims``, ``whole`` (``.``), ``any`` (``?``) or ``role``."""
+    """Represents the term of one operand or output.
+
+    Attributes:
+      kind: "dims"; "whole" (``.``); "any" (``?``); or "role".
+      items: the dimensions of a term of kind "dims".
+      role: name of the role, such as "out0".
+      unread: the term begins with ``~``: the operand's values are not read.
+      same: the term begins with ``=``: the output does not depend on dimensions that it lacks.
+      variadic: the term is in braces: any number of operands or outputs are like it.
+    """
 
     kind: str
     items: tuple[Item, ...] = ()
@@ -58,14 +73,21 @@ class Term:
     variadic: bool = False
 
     def labels(self) -> list[str]:
-        """Returns the term's labels, outermost and inner, star runs with their star."""
+        """Returns all labels of the term, from left to right; runs of dimensions with their star."""
         return [str(x) + ("*" if item.star and x != "*" else "") for item in self.items for x in item.labels
                 if isinstance(x, str)]  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A parsed rule line. ``flags`` has the flag (``+``, ``^`` or nothing) of every label."""
+    """Represents a parsed rule line.
+
+    Attributes:
+      text: the line as written.
+      inputs: the term of each operand.
+      outputs: the term of each output.
+      flags: label -> its flag: "+", "^" or "".
+    """
 
     text: str
     inputs: tuple[Term, ...]
@@ -183,7 +205,7 @@ def parse(text: str) -> Line:
     """Parses a rule line.
 
     Raises:
-      RuleError: the line has a mistake; the message names it and what is expected.
+      RuleError: the line has a mistake; the error says which, and what is expected.
     """
     if text.strip() == REPLICATED:
         every = (Term("whole", variadic=True),)
@@ -201,7 +223,15 @@ def parse(text: str) -> Line:
 
 @dataclass(frozen=True, slots=True)
 class Passes:
-    """The operands that may be partial under ``op``, all at once (the others whole), so that the outputs are, too."""
+    """Describes a set of operands through which partial values pass.
+
+    If all operands of the set are partial under ``op`` and the others are replicated, the outputs are partial too.
+
+    Attributes:
+      op: the reduction.
+      operands: numbers of the operands; None: all of them.
+      outputs: numbers of the outputs that depend on them; None: all but those marked ``=``.
+    """
 
     op: str
     operands: tuple[int, ...] | None  # None: all of them
@@ -210,11 +240,13 @@ class Passes:
 
 @cache
 def parse_passes(text: str, ops: tuple[str, ...]) -> tuple[Passes, ...]:
-    """Parses which operands partial values pass: ``"0|1"`` is either operand; ``"0&1"`` both at once; ``"all"``;
-    ``"max:0&1"`` for that reduction only; ``"0&1>2"`` says that only output 2 depends on them.
+    """Parses through which operands partial values pass.
+
+    ``"0|1"``: operand 0 or operand 1; ``"0&1"``: both at once; ``"all"``: all at once; ``"max:0&1"``: for that
+    reduction only; ``"0&1>2"``: only output 2 depends on them.
 
     Args:
-      ops: the reductions that an alternative without a prefix stands for.
+      ops: the reductions for which an alternative without a prefix holds.
 
     Raises:
       RuleError: the text is none of these.

@@ -1,5 +1,6 @@
-"""Registers rules by op type. A family file holds ``RULES``, made with ``rule``; ``find_rule`` finds the rule of an op
-type.
+"""Registers sharding rules by op type.
+
+The module of each family of ops has a tuple ``RULES``, made by ``rule``; ``find_rule`` returns the rule of an op type.
 """
 
 from __future__ import annotations
@@ -43,21 +44,24 @@ Known = Callable[[OpView, Strategy, int], tuple[np.ndarray | None, ...]]
 
 @dataclass(frozen=True, eq=False, slots=True)
 class LineRule:
-    """The rule of one op type: a line of the notation, or a function from the op to one.
+    """Represents the rule of one op type: a line of the notation, or a function that writes the line for an op.
 
     Attributes:
-      lin: operands that P(sum) passes through (notation.parse_passes).
-      mono: likewise for P(max) and P(min).
-      copy: likewise for every reduction: each output element is an operand's element, or does not matter.
-      reduce: what a cut ``+`` label makes of an output: sum, max, min, prod.
-      local: what else changes on a rank, besides the operands that have a role.
-      known: outputs that are known without running the op.
-      produces_any: an output may be asked for in a placement that no operand has (``wanted`` of ``strategies``).
-      any_partial: the output is right as a partial of any kind (empty lists).
-      halo: gives operands of a strategy what neighbours have as well; None: the strategy is none.
-      routes: what of it are a table, ids and rows, where rows may be exchanged by their ids (`embedding.py`).
-      local_stream: the line by which each rank may draw the rows that it holds of a random tensor from a stream of its
-        own, where that is asked for (``wanted``); otherwise there is one stream, and ``spec`` holds.
+      op: the op type.
+      spec: the line, or the function that writes it.
+      lin: operands through which partial sums pass (see ``parse_passes``), because the op is linear in them.
+      mono: operands through which partial maxima and minima pass, because the op never decreases in them.
+      copy: operands through which partial values of every reduction pass, because each output element is an element of
+        theirs, or does not matter.
+      reduce: the reduction (sum, max, min, prod) of an output that becomes partial where a ``+`` label is sharded.
+      local: returns what else changes in a rank's node, besides operands with a role.
+      known: returns outputs that are known without running the op.
+      produces_any: an output may be requested, by ``wanted``, in a placement that no operand has.
+      any_partial: the output is also valid as a partial of any kind, as that of an empty list is.
+      halo: widens the operands of a strategy by the halo they need; it returns None if the strategy is impossible.
+      routes: which operands are a table, ids and values, if rows may be exchanged by their ids (`embedding.py`).
+      local_stream: the line by which each rank may draw its rows of a random tensor from a random stream of its own, if
+        the output is wanted sharded; otherwise the program has one stream, and ``spec`` holds. "": never.
     """
 
     op: str
@@ -75,7 +79,11 @@ class LineRule:
     routes: embedding.Rows | None = None
 
     def write_line(self, op: OpView, outputs: Sequence[Placement | None] = ()) -> str:
-        """Returns the line of the notation that holds for this op, when its outputs are wanted as ``outputs``."""
+        """Returns the line of the notation for this op.
+
+        Args:
+          outputs: preferred placements of the outputs, which decide between ``spec`` and ``local_stream``.
+        """
         if self.local_stream and any(isinstance(p, Shard) for p in outputs):
             return self.local_stream
         return self.spec if isinstance(self.spec, str) else self.spec(op)
@@ -83,10 +91,7 @@ class LineRule:
     def strategies(
         self, op: OpView, current: Sequence[Placement], wanted: Sequence[Placement | None] = ()
     ) -> list[Strategy]:
-        """Returns the legal strategies; see ``Rule.strategies``.
-
-        Args:
-          wanted: preferred placements of the outputs; they propose cuts as the operands' placements do.
+        """Returns the legal strategies of an op; see ``Rule.strategies``.
 
         Raises:
           RuleError: the rule does not fit the op.
@@ -119,11 +124,13 @@ class LineRule:
         return embedding.count_exchanged_bytes(op, self.routes, strategy) if self.routes else 0
 
     def is_exchanging_rows(self, op: OpView, strategy: Strategy) -> bool:
-        """Tells whether the node exchanges rows by their ids under ``strategy``, as `embedding.py` describes."""
+        """Returns True if the node exchanges table rows by their ids under ``strategy``, as `embedding.py`
+        describes.
+        """
         return self.routes is not None and embedding.is_exchanged(op, self.routes, strategy)
 
     def local_op(self, op: OpView, strategy: Strategy, coordinate: int) -> Local:
-        """Returns the local form of the op on a coordinate; see ``Rule.local_op``."""
+        """Returns how the op's node on ``coordinate`` differs from the program's; see ``Rule.local_op``."""
         if not any(isinstance(p, Shard) for p in strategy.inputs + strategy.outputs):
             return UNCHANGED
         if embedding.is_owned(op, strategy):
@@ -143,7 +150,9 @@ class LineRule:
 
     def format_line(self) -> str:
         """Formats the rule in one line, for people."""
-        spec = self.spec if isinstance(self.spec, str) else f"by {(self.spec.__doc__ or '').strip().splitlines()[0]}"
+        spec = (
+            self.spec if isinstance(self.spec, str) else f"by op: {(self.spec.__doc__ or '').strip().splitlines()[0]}"
+        )
         words = [spec]
         for name in ("lin", "mono", "copy"):
             value = getattr(self, name)
@@ -171,7 +180,9 @@ def rule(
     halo: Callable[[OpView, Strategy], Strategy | None] | None = None,
     routes: embedding.Rows | None = None,
 ) -> tuple[LineRule, ...]:
-    """Makes one rule for each op type in ``names`` (separated by blanks); see ``LineRule`` for the rest."""
+    """Makes a rule for each op type in ``names``, separated by blanks; the other arguments are the fields of
+    ``LineRule``.
+    """
     return tuple(
         LineRule(n, spec, lin, mono, copy, reduce, local, known, produces_any, any_partial, local_stream, halo, routes)
         for n in names.split()
@@ -180,10 +191,10 @@ def rule(
 
 @cache
 def load_rules() -> Mapping[str, LineRule]:
-    """Returns every rule, by op type, sorted.
+    """Returns the rules of all op types, by op type, in alphabetical order.
 
     Raises:
-      RuleError: two families have a rule for one op type.
+      RuleError: two families have a rule for the same op type.
     """
     table: dict[str, LineRule] = {}
     families = [f"whale.sharding_rules.{room}.{family}" for room, names in FAMILIES.items() for family in names]
@@ -198,13 +209,19 @@ def load_rules() -> Mapping[str, LineRule]:
 
 
 def find_rule(op_type: str) -> LineRule | None:
-    """Returns the rule of ``op_type``; None: replicated if stateless, on the first rank if stateful."""
+    """Returns the rule of an op type; None if it has none.
+
+    Without a rule, a stateless op is replicated, and a stateful one runs on the first rank.
+    """
     return load_rules().get(op_type)
 
 
 @cache
 def is_decided_by_types(one: LineRule) -> bool:
-    """Tells whether a rule's strategies depend only on the types and placements of operands and results."""
+    """Returns True if a rule's strategies depend only on the types and placements of operands and results.
+
+    Attributes and constants of the op then do not matter, so that strategies can be cached by these.
+    """
     asked = (one.spec, one.lin, one.mono, one.copy, one.reduce)
     more = one.local or one.halo or one.routes or one.local_stream
     return not more and not any(map(callable, asked))
@@ -221,7 +238,7 @@ def _find_element_rank(
     outputs: tuple[TensorType, ...],
     wanted: tuple[Placement | None, ...],
 ) -> int | None:
-    """Returns the smallest rank that elements of lists must have, given where lists are cut; None if no list is cut."""
+    """Returns the smallest rank that the elements of sharded lists can have; None if no list is sharded."""
     pairs = list(zip(inputs, current)) + list(zip(outputs, wanted))
     ranks = [pl.dim + 1 for t, pl in pairs if t.dtype == "variant" and isinstance(pl, Shard)]
     return max(ranks) if ranks else None
@@ -235,7 +252,9 @@ def _parse_all_passes(texts: tuple[str | None, str | None, str | None]) -> tuple
 
 
 def _can_be(partial: Placement, dtype: str) -> bool:
-    """Tells whether a tensor of this dtype can have that kind of partial placement."""
+    """Returns True if a tensor of this dtype can have the placement ``partial``; every dtype can have one that is not
+    partial.
+    """
     if not isinstance(partial, Partial):
         return True
     if dtype in ("string", "resource"):
@@ -276,12 +295,16 @@ def _list_strategies(
     return tuple(found)
 
 
-# Replaces operands that carry shapes by local constants.
+# The functions below replace operands that carry shapes (operands with a role) by local constants.
 #
 # Roles: ``[outN]`` shape of output N; ``[inN]`` shape of operand N; ``[shape]`` shape of output 0, one size may be
 # unknown (-1); ``[elements]`` shape of a list's elements, any size may be unknown.
 def _find_subject(role: str, inputs: tuple[Any, ...], outputs: tuple[Any, ...]) -> Any:
-    """Returns the item of ``inputs`` or ``outputs`` whose shape the role carries."""
+    """Returns the item of ``inputs`` or ``outputs`` whose shape an operand with this role carries.
+
+    Raises:
+      RuleError: there is no such role.
+    """
     if role == "shape":
         return outputs[0]
     match = _NUMBERED.match(role)
@@ -292,7 +315,7 @@ def _find_subject(role: str, inputs: tuple[Any, ...], outputs: tuple[Any, ...]) 
 
 
 def list_operand_terms(line: Line, count: int) -> list[Term]:
-    """Returns the term of each of ``count`` operands, variadic terms repeated."""
+    """Returns the line's term for each of ``count`` operands, with a variadic term repeated."""
     at = next((i for i, t in enumerate(line.inputs) if t.variadic), None)
     if at is None:
         return list(line.inputs)
@@ -303,7 +326,10 @@ def list_operand_terms(line: Line, count: int) -> list[Term]:
 def can_localize(
     line: Line, inputs: tuple[TensorType, ...], outputs: tuple[TensorType, ...], strategy: Strategy
 ) -> bool:
-    """Tells whether the shapes that roles carry are static enough for local constants under ``strategy``."""
+    """Returns True if operands with roles can be replaced by local constants under ``strategy``.
+
+    For that the shapes that they carry have to be static enough.
+    """
     for term in list_operand_terms(line, len(inputs)):
         if term.kind != "role" or term.role == "elements":
             continue
@@ -318,7 +344,7 @@ def can_localize(
 
 
 def compute_constants(line: Line, op: OpView, strategy: Strategy, coordinate: int) -> dict[int, np.ndarray]:
-    """Maps operand numbers to local constants, for each operand that has a role whose tensor is cut."""
+    """Returns operand number -> local constant, for each operand with a role whose tensor is sharded."""
     found: dict[int, np.ndarray] = {}
     for i, term in enumerate(list_operand_terms(line, len(op.inputs))):
         if term.kind != "role":
@@ -340,11 +366,11 @@ def compute_constants(line: Line, op: OpView, strategy: Strategy, coordinate: in
 
 
 def _compute_element_shape(op: OpView, strategy: Strategy, coordinate: int, i: int) -> np.ndarray | None:
-    """Returns the element shape that operand ``i`` gives, with the local size where elements are cut; None:
-    leave it.
+    """Returns the shape of list elements that operand ``i`` has to give on ``coordinate``; None if it need not
+    change.
     """
     if op.attr("element_dtype") == "variant":
-        return None  # a list of lists: its elements are handles, and what is cut are the elements of the lists inside
+        return None  # a list of lists has handles as elements; what is sharded are the elements of the inner lists
     pairs = list(zip(op.inputs, strategy.inputs)) + list(zip(op.outputs, strategy.outputs))
     placement = next((p for t, p in pairs if t.dtype == "variant" and isinstance(p, Shard)), None)
     if placement is None:

@@ -1,3 +1,4 @@
-"""Implements pipelines: stage groups of ranks, micro-batches as loops of function calls, schedules, sends and
-receives.
+"""Implements pipelines and micro-batches: stage groups of ranks, their sends and receives, and the schedule of a step.
+
+A rank's micro-batches become calls of functions, one function per phase.
 """

@@ -1,4 +1,4 @@
-"""Finds which micro-batches of a rank run the same functions."""
+"""Finds which micro-batches of a rank can run the same functions."""
 
 from __future__ import annotations
 
@@ -19,12 +19,14 @@ TIME = "whale/micro"
 
 @dataclass
 class MicrobatchKind:
-    """Micro-batches that run the same functions.
+    """Represents consecutive micro-batches that run the same functions.
 
     Attributes:
-      members: their numbers.
-      program: what the first of them runs.
-      varying: constants that differ between them: their value at number 0, and what each number adds.
+      members: numbers of the micro-batches.
+      program: the program of the first of them.
+      varying: name of a constant that differs between them -> (value in micro-batch 0, increment per micro-batch).
+      joins: all-reduce or all-gather over micro-batches -> a micro-batch's contribution to it.
+      region: node -> "outer", "each", "join" or "free" (see ``whale.partition.pipeline.microbatch_loop``).
     """
 
     members: range
@@ -35,12 +37,12 @@ class MicrobatchKind:
 
 
 def find_kinds(program: Program, plan: Plan) -> list[MicrobatchKind]:
-    """Returns the kinds of micro-batches of a rank's program, ordered by micro-batch number."""
+    """Returns the kinds of micro-batches of a rank's program, in the order of the micro-batches."""
     alike = _KindFinder(program, plan)
     return [kind for run in alike.find_runs() for kind in alike.find_kinds(run)]
 
 
-_wrapping = np.errstate(over="ignore")  # numbers of random streams go round at 64 bits
+_wrapping = np.errstate(over="ignore")  # numbers of random streams overflow 64 bits on purpose
 
 
 class _KindFinder:
@@ -63,9 +65,10 @@ class _KindFinder:
 
     @_wrapping
     def find_kinds(self, run: range) -> list[MicrobatchKind]:
-        """Returns the kinds of consecutive micro-batches with equally many rows.
+        """Returns the kinds among consecutive micro-batches with equally many rows.
 
-        They are one kind where their programs differ only in integer constants that grow with the number.
+        They are one kind if their programs differ only in integer constants that grow linearly with the micro-batch's
+        number.
         """
         first = self._make_local(run[0])
         if len(run) == 1:
@@ -89,7 +92,11 @@ class _KindFinder:
 
 @_wrapping
 def evaluate_varying(varying: tuple[np.ndarray, np.ndarray], number: int, dtype: Any) -> np.ndarray:
-    """Returns the value of a constant in micro-batch ``number``; ``varying`` is (value in number 0, increment)."""
+    """Returns the value of a constant in micro-batch ``number``.
+
+    Args:
+      varying: (value in micro-batch 0, increment per micro-batch).
+    """
     return (varying[0] + number * varying[1]).astype(dtype)
 
 
@@ -99,8 +106,9 @@ def _read_value(node: Node) -> np.ndarray:
 
 
 def _find_differences(a: Program, b: Program) -> dict[str, np.ndarray] | None:
-    """Returns the integer constants of ``b`` that differ in ``a``, with the difference; None: the programs differ
-    otherwise.
+    """Returns the integer constants that differ between two programs, with their values in ``b``.
+
+    The result is None if the programs differ in anything else.
     """
     if len(a.nodes) != len(b.nodes) or a.effects != b.effects or a.functions.keys() != b.functions.keys():
         return None
@@ -122,20 +130,22 @@ def _find_differences(a: Program, b: Program) -> dict[str, np.ndarray] | None:
 def _has_same_attributes(x: Node, y: Node) -> bool:
     if x is y or (x.attrs is y.attrs and x.marks == y.marks):
         return True
-    # A kernel's own stream goes on from call to call: another seed for another micro-batch is not needed.
+    # A stateful random kernel continues its stream from call to call, so one seed serves all micro-batches.
     mine, other = ({k: v for k, v in n.attrs.items() if k != "seed2"} for n in (x, y))
     return mine == other and x.marks == y.marks
 
 
 def may_carry(node: Node) -> bool:
-    """Tells whether an attribute of the node may name a function, as that of a loop, a branch or a call does."""
+    """Returns True if an attribute of the node names a function, as those of loops, branches and calls do."""
     return any(
         isinstance(v, Func) or (isinstance(v, tuple) and v and isinstance(v[0], Func)) for v in node.attrs.values()
     )
 
 
 def give_own_bodies(program: Program, number: int) -> Program:
-    """Gives the loops and branches of one kind of micro-batch their own bodies, under unique names."""
+    """Returns the program with its functions renamed for kind ``number`` of micro-batches, so that kinds do not share
+    names.
+    """
     if number == 0 or not program.functions:
         return program
     names = {name: f"{name}/micro_batch_{number}" for name in program.functions}

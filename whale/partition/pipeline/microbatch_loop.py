@@ -1,7 +1,7 @@
-"""Rolls up the micro-batches of a rank's program: one function per phase, called once for each micro-batch.
+"""Turns the micro-batches of a rank's program into function calls: one function per phase, called per micro-batch.
 
-Nodes computed before and after the micro-batches stay in the main graph; sums over micro-batches are passed from call
-to call, rows that are gathered are concatenated after the last one. Control edges keep the calls in order.
+Nodes computed before and after the micro-batches stay in the main graph. Sums over micro-batches are passed from call
+to call; rows of all micro-batches are concatenated after the last call. Control edges keep the calls in order.
 """
 
 from __future__ import annotations
@@ -21,14 +21,24 @@ from whale.ir.program import Node, Program, Ref, iterate_function_refs, make_con
 from whale.ir.values import DType, Func, Shape, TensorType, find_numpy_dtype
 from whale.partition.pipeline.identical_microbatches import TIME, MicrobatchKind, find_kinds, give_own_bodies, may_carry
 
-_LARGEST_COPIED_BYTES = 1 << 16  # constants above are passed, instead of being in every function that reads them
+_LARGEST_COPIED_BYTES = 1 << 16  # larger constants are arguments, instead of being copied into each function
 _ACCUMULATES = {"sum": "AddV2", "prod": "Mul", "max": "Maximum", "min": "Minimum"}
 _ACCUMULATES_FLAGS = {"sum": "LogicalOr", "prod": "LogicalAnd", "max": "LogicalOr", "min": "LogicalAnd"}
 
 
 @dataclass
 class Function:
-    """The signature of the function of one phase: (kind, source) of each argument and result."""
+    """Holds the signature of the function of one phase, while it is built.
+
+    Attributes:
+      name: name of the function.
+      arguments: (kind, source) of each argument. Kinds: "index", the number of the micro-batch; "sum", what earlier
+        micro-batches have accumulated; "handed", from another phase; "outer", from the main graph.
+      results: (kind, source) of each result. Kinds: "value", "piece" (rows to concatenate), "sum" and "handed".
+      types: the types of the results.
+      inputs: the types of the arguments.
+      behind: nodes of the main graph for which every call has to wait.
+    """
 
     name: str
     arguments: list[tuple[str, Any]] = field(default_factory=list)
@@ -49,7 +59,9 @@ class Body:
         self.outputs: list[Ref] = []
 
     def take(self, ref: Ref) -> Ref:
-        """Returns ``ref`` inside the function: computed there, or passed in as an argument."""
+        """Returns the tensor ``ref`` inside the function: computed there, with all that it needs, or passed in as an
+        argument.
+        """
         stack = [ref.node] if self._is_here(ref.node) else []
         while stack:
             name = stack.pop()
@@ -62,7 +74,7 @@ class Body:
         return self._place_ref(ref)
 
     def _is_here(self, name: str) -> bool:
-        """Tells whether a node is computed in this function."""
+        """Returns True if the node is computed inside this function: a node of this phase, or a small constant."""
         region = self.kind.region[name]
         if region == "free":
             node = self.kind.program.by_name[name]
@@ -76,7 +88,7 @@ class Body:
         for c in node.controls:
             if self._is_here(c) and self.kind.region[c] == "each":
                 controls.append(c)
-            elif self.kind.region[c] == "outer" and not node.marks.recomputed:  # that gradient comes after all
+            elif self.kind.region[c] == "outer" and not node.marks.recomputed:  # a recomputed node waits for a gradient
                 self.function.behind.append(c)
         return replace(node, inputs=tuple(map(self._place_ref, node.inputs)), controls=tuple(controls))
 
@@ -98,7 +110,9 @@ class Body:
         return self.passed[what, of]
 
     def _emit_varying(self, node: Node) -> Node:
-        """Emits a constant that grows with the number of the micro-batch, computed from the number."""
+        """Emits nodes that compute a constant from the micro-batch's number, for constants that grow with that
+        number.
+        """
         start, step = self.kind.varying[node.name]
         (t,) = node.outputs
         dtype, kind = find_numpy_dtype(t.dtype), {"T": DType(t.dtype)}
@@ -112,8 +126,12 @@ class Body:
         return Node(node.name, "AddV2", (Ref(names[2]), Ref(names[3])), (), kind, (t,), node.scope)
 
     def emit_accumulated(self, join: Ref, source: Ref) -> Ref:
-        """Emits the reduction of the earlier micro-batches' accumulated value of ``join`` and this one's
+        """Emits the sum (or other reduction) of what earlier micro-batches have accumulated and this one's
         contribution.
+
+        Args:
+          join: the all-reduce over micro-batches, which says which reduction it is.
+          source: this micro-batch's contribution.
         """
         t = self.kind.program.find_type(source)
         reduction = self.kind.program.by_name[join.node].attrs["reduction"]
@@ -128,13 +146,15 @@ class Body:
         return Ref(name)
 
     def add_result(self, what: str, of: Ref, value: Ref) -> None:
-        """Makes the function return ``value``; ``what`` and ``of`` identify it to the caller."""
+        """Makes the function return ``value``; the caller finds it by its kind ``what`` and its source ``of``."""
         self.function.results.append((what, of))
         self.function.types.append(self.nodes[value.node].outputs[value.index])
         self.outputs.append(value)
 
     def finish(self, effects: Iterable[str]) -> Program:
-        """Returns the function's program, with the nodes executed for their effects, and all their operands."""
+        """Returns the function's program, with the nodes ``effects``, which run for their side effects, and all their
+        operands.
+        """
         effects = tuple(effects)
         for name in effects:
             if name not in self.nodes:
@@ -147,14 +167,14 @@ class Body:
         return Program(self.function.name, nodes, tuple(self.inputs), outputs=tuple(self.outputs), effects=effects)
 
 
-CALL = "WhaleCall"  # of a function that stays one
-# Exchanges that join the micro-batches' parts; they are all of one rank, so Horovod has nothing to do with it.
+CALL = "WhaleCall"  # calls a function that must not be inlined
+# Exchanges that join the parts of the micro-batches. All parts are on one rank, so Horovod is not involved.
 _JOINS = (ALL_REDUCES - {HOROVOD_ALL_REDUCE}) | {"WhaleAllGather"}
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A call: one phase of one micro-batch."""
+    """Represents one call of a phase's function, for one micro-batch."""
 
     phase: str
     micro_batch: int
@@ -167,13 +187,14 @@ def outline(
     calls: Sequence[Call] = (),
     phase: Mapping[str, str] = MappingProxyType({}),
 ) -> Program:
-    """Moves the nodes of a rank's program that are computed for each micro-batch into functions.
+    """Moves the nodes of a rank's program that are computed for each micro-batch into functions, and emits their calls.
 
     Args:
-      plan: over the program's micro-batches (``whale.partition.pipeline.plan_microbatches.time_plan``).
-      each: nodes that are computed for each micro-batch.
-      calls: their order; a phase must come after the phases whose results it reads. Default: one phase, in order.
-      phase: of each node of ``each``; "" where there is none.
+      plan: the plan over the program's micro-batches (``whale.partition.pipeline.plan_microbatches.time_plan``).
+      each: names of the nodes that are computed for each micro-batch.
+      calls: the calls in their order, in which a phase follows the phases whose results it reads; (): one phase, called
+        for the micro-batches in order.
+      phase: node of ``each`` -> its phase; "" for nodes that are not listed.
 
     Raises:
       PlanError: the plan moves data between micro-batches other than by a sum or a gather.
@@ -185,7 +206,7 @@ def outline(
 
 
 def find_phase(call: Node) -> str:
-    """Returns the phase of a call."""
+    """Returns the name of the phase that a call node runs."""
     return call.name.removeprefix(f"{TIME}/").rpartition("_")[0]
 
 
@@ -211,10 +232,15 @@ class _Outliner:
         return self._main(first, last)
 
     def _look(self, kind: MicrobatchKind, number: int) -> None:
-        """Finds the nodes computed for each micro-batch, and the values reduced over all of them."""
+        """Assigns each node of one kind of micro-batch to a region, and finds the values reduced over all
+        micro-batches.
+
+        Regions are "each" (in the functions), "outer" (in the main graph), "join" (reductions over micro-batches) and
+        "free" (constants, wherever they are read).
+        """
         kind.program = give_own_bodies(kind.program, number)
         self.functions.update(kind.program.functions)
-        behind: set[str] = set()  # what lowering made of the sums and gatherings
+        behind: set[str] = set()  # reductions over micro-batches, and nodes that lowering added after them
         for node in kind.program.nodes:
             known = self.program.by_name.get(node.name)
             if node.name in self.each:
@@ -224,11 +250,12 @@ class _Outliner:
             elif node.op in EXCHANGES:
                 if node.op not in _JOINS:
                     raise PlanError(
-                        "this exchange cannot be done once for all micro-batches of a step",
+                        "results of micro-batches would have to be joined in a way that is not supported",
                         op=node.name,
                         given=node.op,
-                        expected="an all-reduce or an all-gather",
-                        action="report the program; `WHALE_DEBUG_DUMP=dir` writes it",
+                        expected="a sum over the micro-batches, or a concatenation of their rows",
+                        action="run again with `WHALE_DEBUG_DUMP=dir`, and report the program with the files in dir; "
+                        "or set pipeline.micro_batches=1",
                     )
                 kind.region[node.name] = "join"
                 kind.joins[node.name] = node.inputs[1]
@@ -244,7 +271,9 @@ class _Outliner:
     # -- functions
 
     def _find_phase(self, kind: MicrobatchKind, name: str) -> str | None:
-        """Returns the phase that computes a node of each micro-batch; None: any phase that reads it."""
+        """Returns the phase that computes a node of each micro-batch; None if any phase that reads it may compute
+        it.
+        """
         if name in self.each:
             return self.phases.get(name, "")
         node = kind.program.by_name[name]
@@ -254,7 +283,7 @@ class _Outliner:
         return None
 
     def _list_wanted(self, kind: MicrobatchKind) -> list[Ref]:
-        """Lists the micro-batches' values that the main graph reads: sums, concatenations, values equal in all of
+        """Lists the tensors of micro-batches that the main graph reads: sums, concatenations, values equal in all of
         them.
         """
         found: dict[Ref, None] = {}
@@ -265,7 +294,7 @@ class _Outliner:
         return list(found)
 
     def _list_handed_on(self, kind: MicrobatchKind, phase: str) -> list[Ref]:
-        """Lists the results of ``phase`` that other phases read."""
+        """Lists the results of ``phase`` that other phases of the same micro-batch read."""
         found: dict[Ref, None] = {}
         for node in kind.program.nodes:
             reader = self._find_phase(kind, node.name) if kind.region[node.name] == "each" else None
@@ -301,7 +330,12 @@ class _Outliner:
     # -- calls
 
     def _call(self, made: Mapping[tuple[str, int], tuple[MicrobatchKind, Function]], wanted: Sequence[Ref]) -> str:
-        """Emits the calls in their order and returns the name of the last one."""
+        """Emits the calls in their order, and returns the name of the last one.
+
+        Args:
+          made: (phase, micro-batch) -> the kind of the micro-batch, and the function to call.
+          wanted: the tensors that the main graph reads.
+        """
         sums: dict[Ref, Ref] = {}
         pieces: dict[Ref, dict[int, Ref]] = {}
         handed: dict[tuple[int, Ref], Ref] = {}
@@ -348,14 +382,14 @@ class _Outliner:
         return previous
 
     def _start(self, kind: MicrobatchKind, ref: Ref) -> Ref:
-        """Emits the initial value of an accumulator: a scalar that is neutral for the reduction."""
+        """Emits the initial value of an accumulator: a scalar that is the identity element of the reduction."""
         node = kind.program.by_name[ref.node]
         dtype = node.outputs[0].dtype
         value = np.array(find_identity(node.attrs["reduction"], dtype), find_numpy_dtype(dtype))
         return self._add_const(f"{ref.node}/start", value)
 
     def _join(self, kind: MicrobatchKind, ref: Ref, pieces: Sequence[Ref]) -> None:
-        """Concatenates the rows of all micro-batches."""
+        """Emits the concatenation of the rows of all micro-batches."""
         node = kind.program.by_name[ref.node]
         t = node.outputs[0]
         axis = self._add_const(f"{ref.node}/axis", np.array(node.attrs["axis"], np.int32))
@@ -383,7 +417,7 @@ class _Outliner:
             for c in node.controls:
                 if kind.region[c] == "each":
                     if node.marks.recomputed:
-                        continue  # of the whole batch: it is there before its gradient comes in a micro-batch
+                        continue  # recomputed once for the whole batch, before any micro-batch's gradient
                     found[ends[self._find_phase(kind, c) or self.order[-1].phase]] = None
                 elif kind.region[c] != "join":
                     found[c] = None
@@ -406,7 +440,9 @@ class _Outliner:
         )
 
     def _find_called_functions(self) -> dict[str, Program]:
-        """Returns the functions that are called, or stored in attributes of other nodes."""
+        """Returns the functions that the main graph's nodes call or name in attributes, directly or through other
+        functions.
+        """
         found: dict[str, Program] = {}
         stack = [f.name for n in self.nodes.values() if may_carry(n) for _, f in iterate_function_refs(n)]
         while stack:

@@ -1,4 +1,4 @@
-"""Cuts a rank's program into micro-batches: plans it over time, and rolls it up.
+"""Divides a rank's program into micro-batches: plans it over time, and turns the repeated part into function calls.
 
 Decision: 0094.
 """
@@ -26,14 +26,16 @@ from whale.passes.analysis.rank_groups import brings_rows_together, map_named_ra
 from whale.passes.settings import PlanSettings
 
 _SIZES = {"axis": "sizes", "split_axis": "split_sizes", "concat_axis": "concat_sizes"}
-_OPS = COLLECTIVES - ROW_EXCHANGES  # those of no axis have none to be seen otherwise
+_OPS = COLLECTIVES - ROW_EXCHANGES  # exchanges of table rows have no dimension of the batch's rows
 
 
 def find_batch_rows(program: Program, plan: Plan, position: int, micro_batches: int) -> dict[str, Shard]:
-    """Finds the nodes of a rank's program that yield its rows of the batch, and how micro-batches cut these.
+    """Returns the nodes of a rank's program that yield its rows of the batch -> how micro-batches cut these rows.
 
     Args:
-      position: of the rank in the mesh of the plan's axes.
+      program: the rank's program.
+      plan: the plan of the outermost axis.
+      position: the rank's position in the mesh of the plan's axes.
     """
     axes = [p.size for p in iterate_levels(plan)]
     found: dict[str, Shard] = {}
@@ -48,8 +50,8 @@ def find_batch_rows(program: Program, plan: Plan, position: int, micro_batches: 
         whole = shard(b.placement.dim, of_groups, b.placement.blocks)
         of_group = [b.name, make_reshard_name(ROWS_OF_GROUP, Ref(b.name), whole)]
         of_rank = [f"{b.name}/whale_rows", make_reshard_name(make_prefix(last), Ref(b.name), own)]
-        # Where each rank has some rows of each micro-batch, those of its group are in micro-batches as well, and what
-        # is cut of them follows.
+        # If each rank has rows of each micro-batch, micro-batches already cut the rows of its group, of which the
+        # rank's own rows are a slice.
         candidates = [(n, own.local_size(place)) for n in (*of_group, *of_rank)]
         if b.placement.blocks == micro_batches and not b.local:
             candidates += [(n, own.extent) for n in of_group]
@@ -63,12 +65,13 @@ def find_batch_rows(program: Program, plan: Plan, position: int, micro_batches: 
 
 
 def can_keep_own_rows(program: Program, rows: Iterable[Sequence[int]], micro_batches: int) -> bool:
-    """Tells whether rows that ranks pass themselves can stay on these ranks.
+    """Returns True if the rows that each rank passes itself can stay on that rank in every micro-batch.
 
-    They can if ranks need no rows of others, or each rank has equally many rows of every micro-batch.
+    That is so if ranks do not read each other's rows, or if each rank has equally many rows of every micro-batch.
 
     Args:
-      rows: of every rank, of each input.
+      program: the program of all ranks.
+      rows: for each input, the rows of every rank.
     """
     if micro_batches == 1 or not brings_rows_together(program):
         return True
@@ -76,10 +79,12 @@ def can_keep_own_rows(program: Program, rows: Iterable[Sequence[int]], micro_bat
 
 
 def find_own_rows(program: Program, plan: Plan) -> set[tuple[int, ...]]:
-    """Returns the rows of the ranks along each axis, if they pass equally many themselves for every micro-batch.
+    """Returns the rows per rank along each mesh axis, if ranks pass equally many rows themselves for every micro-batch.
+
+    The result is empty if they do not, or pass the whole batch.
 
     Args:
-      program: of all ranks.
+      program: the program of all ranks.
     """
     brought = [b.placement.sizes for b in plan.batch_inputs if b.local and isinstance(b.placement, Shard)]
     if not can_keep_own_rows(program, brought, plan.micro_batches):
@@ -90,7 +95,14 @@ def find_own_rows(program: Program, plan: Plan) -> set[tuple[int, ...]]:
 
 @dataclass(frozen=True, slots=True)
 class MicrobatchProgram:
-    """The program of a rank, its rows, and the plan of its micro-batches, shared by all ranks with the same program."""
+    """Holds a rank's program and its plan over micro-batches, which all ranks with an equal program share.
+
+    Attributes:
+      program: the rank's program for all its rows.
+      rows: nodes that yield rows of the batch -> how micro-batches cut these rows.
+      plan: the plan over time (``time_plan``).
+      regions: node -> "before", "each" or "after".
+    """
 
     program: Program
     rows: Mapping[str, Shard]
@@ -106,12 +118,13 @@ def divide_in_micro_batches(
     own: Collection[tuple[int, ...]],
     known: list[MicrobatchProgram],
 ) -> Program:
-    """Rewrites the program of ``rank``, which processes all its rows, to micro-batches that run one after the other.
+    """Rewrites the program of ``rank``, which processes all its rows at once, to run micro-batches one after the other.
 
     Args:
       program: the rank's program for all its rows.
-      own: see ``find_own_rows``.
-      known: of ranks of the same plan; this one's is added if none runs the same but for values.
+      own: the result of ``find_own_rows``.
+      known: the programs that were planned for other ranks under the same plan; this rank's is appended if none is
+        alike.
 
     Raises:
       PlanError: a value of all micro-batches is needed before the last one is finished.
@@ -132,21 +145,23 @@ def divide_in_micro_batches(
     return outline(program, one.plan, each)
 
 
-# Keeps exchanges of rows that ranks bring themselves within micro-batches: each rank's rows are of each in turn.
+# The next functions let ranks that pass their own rows exchange the rows of one micro-batch without those of others.
 #
-# Row i of a rank is of micro-batch i modulo their number, on every rank. What the ranks have together then is in turn
-# as well, in the order of the batch: a dimension of rows is seen as (turns, micro-batches), and ranks join and cut
-# turns. So a micro-batch's rows are brought together without those of others, and nothing is moved beforehand.
+# Row i of a rank belongs to micro-batch i modulo their number, on every rank. Gathered rows of all ranks follow this
+# pattern too, in the order of the batch: a dimension of rows can be viewed as (turns, micro-batches), and ranks gather
+# or slice turns. No row has to move to another rank beforehand.
 def make_interleaved_split(rows: int, micro_batches: int) -> Shard:
-    """Returns the interleaved split of a rank's ``rows`` rows into micro-batches."""
+    """Returns the split of a rank's ``rows`` rows in which row i belongs to micro-batch i modulo ``micro_batches``."""
     return shard(0, (1,) * micro_batches, rows // micro_batches)
 
 
 def interleave_rows(program: Program, micro_batches: int, rows: Collection[tuple[int, ...]]) -> Program:
-    """Rewrites one rank's exchanges of rows so that the rows of each micro-batch stay together.
+    """Rewrites a rank's exchanges of rows so that each moves, for any micro-batch, only rows of that micro-batch.
+
+    The dimension of rows is viewed as (turns, micro-batches), and ranks exchange turns.
 
     Args:
-      rows: of the ranks along each axis of the mesh, multiples of the micro-batches.
+      rows: the rows of the ranks along each axis of the mesh; multiples of the number of micro-batches.
     """
 
     def interleave_graph(graph: Program) -> Program:
@@ -161,7 +176,9 @@ def interleave_rows(program: Program, micro_batches: int, rows: Collection[tuple
 
 
 def _view_rows(graph: Program, node: Node, micro_batches: int, rows: Collection[tuple[int, ...]]) -> list[Node]:
-    """Puts ``node`` between two reshapes of the tensor it moves, if that has rows, or as many indices as if it had."""
+    """Returns the nodes that replace ``node``: itself between two reshapes if it exchanges rows of the batch, else
+    itself.
+    """
     if node.op not in _OPS or not node.outputs[0].is_static or not graph.find_type(node.inputs[1]).is_static:
         return [node]
     turns: dict[int, int] = {}  # dimension -> indices of one turn
@@ -173,8 +190,11 @@ def _view_rows(graph: Program, node: Node, micro_batches: int, rows: Collection[
 
 
 def _put_in_views(graph: Program, node: Node, turns: Mapping[int, int], micro_batches: int) -> list[Node]:
-    """Reshapes the operands of ``node`` to dimensions (turns, indices of one), and marks the row dimension if it is
-    unique.
+    """Returns ``node`` between reshapes that view each dimension of rows as (turns, indices of one turn).
+
+    Args:
+      turns: dimension of rows -> number of indices of one turn. If there is only one, the node is marked with it, so
+        that micro-batches may cut it.
     """
     e = Emitter(0, 1, "", "")
     source, made = graph.find_type(node.inputs[1]), node.outputs[0]

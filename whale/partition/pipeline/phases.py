@@ -1,8 +1,8 @@
-"""Assigns a stage's nodes of a micro-batch to its forward and its backward pass, by structure.
+"""Assigns the nodes of a micro-batch to the forward and the backward pass of their stage, by the graph's structure.
 
-Backward nodes are those that depend on a tensor that a later stage has sent back, and those that neither a later stage
-nor a fetch needs: the gradients that the last stage begins with. Weights' gradients are nodes that no earlier stage
-waits for.
+Backward nodes are those that depend on a tensor which a later stage sent back, and those that neither a later stage nor
+a fetch needs: the gradients with which the last stage begins. Weight gradients (W) are backward nodes for which no
+earlier stage waits.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ def kinds(
     weights_apart: bool,
     agreed: Mapping[str, str] = MappingProxyType({}),
 ) -> dict[str, str]:
-    """Returns F, B or W for each node of a micro-batch.
+    """Returns F (forward), B (backward) or W (weight gradients) for each node of a micro-batch.
 
     Args:
-      program: the whole program, all stages.
+      program: the whole program, with all stages.
       each: the nodes that are computed for each micro-batch.
-      stages: number of each stage in the order of the data.
-      weights_apart: tell W from B.
-      agreed: F, B or W of nodes on other ranks, which may exchange something there that nobody reads here.
+      stages: stage -> its number in the order in which data pass the stages.
+      weights_apart: True if W is to be told from B.
+      agreed: F, B or W of nodes, as found on other ranks, which may read results that no node reads here.
 
     Raises:
-      PlanError: stages wait for each other in a way that no schedule has.
+      PlanError: stages wait for each other in a way that no schedule allows.
     """
     at = _numbers(program, stages)
     mine = [n for n in program.nodes if n.name in each]
@@ -75,8 +75,9 @@ def _add_what_is_fetched(
 ) -> None:
     """Adds the nodes from which a fetched loss or metric of all micro-batches is computed to ``forward``.
 
-    Of the last stage, only the cheapest nodes are added: the loss. Otherwise a fetched norm of gradients would make
-    backward passes part of the forward pass; so nothing else is added that an earlier stage waits for.
+    Nodes for which an earlier stage waits belong to the backward pass and are not added: a fetched gradient norm must
+    not make backward passes part of the forward pass. The only exception is the cheapest fetched value of the last
+    stage: the loss.
     """
     before: dict[str, set[str]] = {}
     for name in _read_for_outputs(program, each):
@@ -101,7 +102,9 @@ def _add_what_is_fetched(
 
 
 def _read_for_outputs(program: Program, each: Collection[str]) -> set[str]:
-    """Returns the nodes of a micro-batch that fetched nodes outside of the micro-batches read."""
+    """Returns the nodes of a micro-batch that are fetched, or that nodes after the micro-batches read for a fetched
+    value.
+    """
     found, seen = set(), set[str]()
     stack = [r.node for r in program.outputs]
     while stack:
@@ -115,11 +118,11 @@ def _read_for_outputs(program: Program, each: Collection[str]) -> set[str]:
 
 
 def in_stages_of_readers(program: Program, stages: Mapping[str, int], agreed: Mapping[str, str]) -> Program:
-    """Moves the nodes that gather parts of an input between ranks, and have no stage, to the first stage that reads
-    them.
+    """Moves collectives that have no stage, such as gathers of an input's shards, to the first stage that reads them.
 
     Args:
-      agreed: stages of nodes on other ranks: a rank without rows does not read what it sends to them.
+      stages: stage -> its number in the order of the data.
+      agreed: node -> stage, as found on other ranks: a rank without rows does not read what it sends to them.
     """
     first = dict(agreed)  # node -> the first of the stages that read it
     moved: dict[str, Node] = {}
@@ -136,9 +139,7 @@ def in_stages_of_readers(program: Program, stages: Mapping[str, int], agreed: Ma
 
 
 def _numbers(program: Program, stages: Mapping[str, int]) -> dict[str, int]:
-    """Returns the stage number of each node; nodes added by lowering get their operands' stage, free nodes
-    none.
-    """
+    """Returns the stage number of each node; nodes that lowering added get that of their operands, free nodes none."""
     at: dict[str, int] = {}
     free = free_nodes(program)
     for node in program.nodes:
@@ -159,7 +160,7 @@ def _circle(node: Node, other: str) -> PlanError:
     return PlanError(
         "a stage would wait for the backward pass of an earlier one",
         op=f"{node.name} ({node.op})",
-        given=f"it reads {other}, which an earlier stage computes from what later stages send back",
+        given=f"the operation reads {other}, which an earlier stage computes from what later stages send back",
         expected="forward passes in the order of the stages, backward passes in the opposite one",
         action="put this part of the model into the earlier stage",
     )
@@ -171,12 +172,13 @@ def phases_of_rank(
     kind: Mapping[str, str],
     stages: Mapping[str, int],
 ) -> dict[str, str]:
-    """Returns the phase, such as F0, of each node of a micro-batch in the program of one rank.
+    """Returns the phase, such as F0 (forward pass of chunk 0), of each node of a micro-batch in one rank's program.
 
     Args:
-      kind: see ``kinds``, of the nodes that the whole program has.
-      stages: the stages of this rank -> number of the chunk. What belongs to none (receives, sends, what every stage
-        makes for itself) is computed in the first phase that reads it, or else in the last one that it reads.
+      each: the nodes that are computed for each micro-batch.
+      kind: the result of ``kinds`` for the whole program.
+      stages: stage of this rank -> number of its chunk. A node of no stage (a receive, a send, a node that every stage
+        has) is computed in the first phase that reads it, or else in the last phase whose results it reads.
     """
     chunks = len(stages)
     order = [f"F{i}" for i in range(chunks)] + [f"{k}{i}" for k in "BW" for i in reversed(range(chunks))]
@@ -196,7 +198,7 @@ def phases_of_rank(
         if node.name not in found and known:
             found[node.name] = min(known)
         elif node.name not in found and node.op == "WhaleRecv" and kind.get(node.name, "F") != "F":
-            found[node.name] = number["B0"]  # received from a backward pass, and read after the last micro-batch
+            found[node.name] = number["B0"]  # sent by a backward pass, and read only after the last micro-batch
     for node in mine:
         before = [found[r.node] for r in node.inputs if r.node in found]
         found[node.name] = max([found.get(node.name, 0), *before])

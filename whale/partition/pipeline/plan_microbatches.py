@@ -1,20 +1,21 @@
-"""Plans micro-batches: time is one more mesh axis, whose coordinates run one after the other.
+"""Plans micro-batches by treating time as one more mesh axis, whose coordinates run one after the other.
 
-The program of a rank (already lowered for the axes of ranks) is planned over ``micro_batches`` coordinates like over
-ranks: ``S`` in time are slices, ``P`` is accumulated, ``B`` is computed once. Three regions follow:
+The program of a rank, already lowered for the axes of ranks, is planned over ``micro_batches`` coordinates as over
+ranks. Along this axis a shard (``S``) is a slice of rows, a partial sum (``P``) is accumulated, and a replicated tensor
+(``B``) is computed once. The nodes fall into three regions:
 
     before   nodes that do not depend on the micro-batch: reads of variables, constants
     each     nodes that are computed once for each micro-batch
     after    nodes that need all of them: reductions over ranks, updates, metrics
 
-There is no second round of micro-batches. If ``each`` reads a sum over the micro-batches, the sum is computed on the
-whole batch before, if it depends on inputs only (the number of tokens that a mask leaves); its reader is computed on
-the whole batch after, if no update depends on it (the deviation of a metric), or no product of a layer (rows of
-gradients that an optimizer clips by their norm, or divides by sums of squares); everything else is an error.
+There is no second round of micro-batches. If a node of ``each`` reads a sum over all micro-batches, there are two ways
+out. The sum is computed on the whole batch before, if it depends on inputs only (such as the number of tokens that a
+mask leaves). Or its reader is computed on the whole batch after, if no update depends on it (the deviation of a
+metric), or no matrix product (gradient rows that an optimizer clips by their norm or divides by sums of squares).
+Everything else is an error.
 
-Before that, control edges and operands are removed that would tie micro-batches to each other for nothing
-(``untie_microbatches``). A rank without rows takes part in the communication of micro-batches as often as the ranks
-with rows.
+``untie_microbatches`` first removes control edges and operands that would tie micro-batches to each other for no
+effect. A rank without rows takes part in the communication of micro-batches as often as the ranks with rows.
 
 Decisions: 0028, 0085, 0095.
 """
@@ -45,23 +46,23 @@ from whale.sharding_rules.graph import list_called_functions
 
 BEFORE, EACH, AFTER = "before", "each", "after"
 _LIKE = {"OnesLike": 1, "ZerosLike": 0}
-_LOOKS = READS | {"VarHandleOp", "WhaleCommunicator"}  # these two only name what others look at
+_LOOKS = READS | {"VarHandleOp", "WhaleCommunicator"}  # stateful ops without effects; these two only yield handles
 
 
 def time_plan(
     program: Program, micro_batches: int, rows: Mapping[str, Shard], streams: bool = False, statistics: bool = False
 ) -> tuple[Plan, dict[str, str]]:
-    """Plans a rank's program over an axis of ``micro_batches`` coordinates in time, and returns the region of each
-    node.
-
-    Regions are what runs ``before`` the micro-batches, for ``each``, and ``after`` them.
+    """Plans a rank's program over an axis of ``micro_batches`` coordinates in time.
 
     Args:
-      program: as ``prepared`` returns it.
-      rows: nodes that yield rows of the batch -> how these are cut into micro-batches: inputs, slices of inputs, and
-        receives of rows from other stages.
-      streams: random tensors with the batch's rows are drawn for each micro-batch; else whole, before.
-      statistics: batch statistics are those of each micro-batch's rows.
+      program: as ``untie_microbatches`` returns it.
+      rows: name of each node that yields rows of the batch -> how micro-batches cut its result. Such nodes are inputs,
+        slices of inputs, and receives of rows from other stages.
+      streams: True if random tensors with the batch's rows are drawn for each micro-batch; False: whole, before.
+      statistics: True if batch statistics are those of each micro-batch's rows.
+
+    Returns:
+      (the plan; node -> region: "before", "each" or "after").
 
     Raises:
       PlanError: a value of all micro-batches is needed before the last one is finished.
@@ -119,7 +120,7 @@ def _layouts(
 
 
 def _replicate_once(layout: GraphLayout) -> GraphLayout:
-    """Replicates in time the nodes placed on the first coordinate only: they run once."""
+    """Replaces "first coordinate only" by "replicated" in a layout over time, where both mean that a node runs once."""
 
     def replicate(placements: tuple[Placement, ...]) -> tuple[Placement, ...]:
         return tuple(B if p == FIRST else p for p in placements)
@@ -133,7 +134,7 @@ def _replicate_once(layout: GraphLayout) -> GraphLayout:
 
 
 def _crosses(r: Reshard) -> bool:
-    """Tells whether the reshard needs results of all micro-batches."""
+    """Returns True if the reshard, along the time axis, needs results of all micro-batches."""
     if isinstance(r.source, Replicate):
         return False
     return not (isinstance(r.source, Shard | PerRank) and isinstance(r.target, Partial | PerRank)) and not (
@@ -142,7 +143,7 @@ def _crosses(r: Reshard) -> bool:
 
 
 def _level_of(plan: Plan, level: Mapping[str, int], ref: Ref, wanted: Placement) -> int:
-    """Returns the level at which a tensor is available as ``wanted``."""
+    """Returns the level (see ``_levels``) at which the tensor ``ref`` is available in placement ``wanted``."""
     if plan.strategies[""][ref.node].outputs[ref.index] == wanted:
         return level[ref.node]
     r = plan.reshard_of["", ref, wanted]
@@ -155,33 +156,35 @@ def _is_each(strategy: Strategy) -> bool:
 
 
 def _levels(program: Program, plan: Plan) -> dict[str, int]:
-    """Maps each node to its level: odd where it runs once per micro-batch, even where it runs once per step, before,
-    between or after these.
+    """Returns the level of each node: 0 before the micro-batches, 1 in each of them, 2 after all of them.
+
+    Level 3 would be a second round of micro-batches, and so on: odd levels run per micro-batch, even ones once per
+    step.
     """
     strategies, level = plan.strategies[""], dict[str, int]()
-    leading: set[str] = set()  # to what each micro-batch computes
+    leading: set[str] = set()  # nodes on which something that each micro-batch computes depends
     for node in reversed(program.nodes):
         if node.name in leading or _is_each(strategies[node.name]):
             leading.update(r.node for r in node.inputs)
     for node in program.nodes:
         strategy = strategies[node.name]
-        # What is computed again goes where its operands are: it waits for gradients of its own micro-batch.
+        # A recomputed node has the level of its operands: its control edges are from gradients of its own micro-batch.
         waits_for = () if node.marks.recomputed else node.controls
         base = max((level[c] for c in waits_for), default=0)
         for ref, wanted in zip(node.inputs, strategy.inputs):
             base = max(base, _level_of(plan, level, ref, wanted))
-        # Without rows, sums are alike in each: they are moved once, as where there are some.
+        # On a rank without rows, sums are equal in each micro-batch; they run once, as on the ranks with rows.
         once = node.op in COLLECTIVES and node.name not in leading
         if _is_each(strategy) or base % 2 == 0 or once or has_effects(program, node):
             level[node.name] = base + (base % 2 != _is_each(strategy))
         else:
-            # Alike in each micro-batch, and made for each: a loop's counter, a weight that is gathered for its use.
+            # Equal in each micro-batch, and still computed in each: a loop's counter, a weight gathered at its use.
             level[node.name] = base
     return level
 
 
 def _choose_sums_once(program: Program, plan: Plan) -> dict[str, Strategy]:
-    """Returns strategies that run communication of sums, of which each micro-batch has a part, once after the last."""
+    """Returns strategies by which communication of sums over micro-batches runs once, after the last micro-batch."""
     found: dict[str, Strategy] = {}
     for node in program.nodes:
         if node.op in EXCHANGES and any(
@@ -206,7 +209,7 @@ def _corrections(program: Program, plan: Plan, level: Mapping[str, int]) -> dict
             if node.name in leading and any(
                 isinstance(p, Shard | PerRank) for p in strategies[node.name].inputs + strategies[node.name].outputs
             ):
-                raise _second_round(node, f"has inside {summed}, which is wanted of the whole batch", plan.size)
+                raise _second_round(node, f"contains {summed}, which is summed over the whole batch", plan.size)
             found[node.name] = _once(node, "of what is summed inside: an update under a condition, an assertion")
         if level[node.name] != 3:
             continue
@@ -241,8 +244,9 @@ def _corrections(program: Program, plan: Plan, level: Mapping[str, int]) -> dict
 
 
 def _leading_to_products(program: Program) -> set[str]:
-    """Returns the nodes from which a layer is computed, forward or backward, but not an optimizer's computations on
-    rows of gradients.
+    """Returns the nodes that lead to a matrix product or convolution, in the forward or the backward pass.
+
+    An optimizer's computations on gradient rows lead to none.
     """
     found: set[str] = set()
     for node in reversed(program.nodes):
@@ -257,9 +261,10 @@ def _has_products(program: Program, node: Node) -> bool:
 
 
 def _takes_whole(strategy: Strategy) -> bool:
-    """Tells whether a node waits for all micro-batches anyway, and its result was divided only because that is free.
+    """Returns True if all operands are replicated in time, so that only the results were divided, since that costs
+    nothing.
 
-    An example is the gradient of a table with as many rows as the batch has words.
+    An example is the gradient of a table that happens to have as many rows as the batch has words.
     """
     return all(isinstance(p, Replicate) for p in strategy.inputs)
 
@@ -269,13 +274,15 @@ def _is_whole(ref: Ref, strategies: Mapping[str, Strategy], once: Collection[str
 
 
 def _has_no_rows(node: Node, strategies: Mapping[str, Strategy], once: Collection[str]) -> bool:
-    """Tells whether no operand of a node has rows of the batch: it was divided only because that is free."""
+    """Returns True if no operand of a node has rows of the batch, so that the node was divided only as that costs
+    nothing.
+    """
     made = (strategies[r.node].outputs[r.index] for r in node.inputs if r.node not in once)
     return not any(isinstance(p, Shard | PerRank) for p in made)
 
 
 def _leading_to_updates(program: Program) -> set[str]:
-    """Returns the nodes on which some effect of the program depends: an update, or a printed message."""
+    """Returns the nodes on which some effect of the program depends, such as an update or a printed message."""
     found: set[str] = set()
     stack = list(program.effects)
     while stack:
@@ -292,7 +299,7 @@ def _once(node: Node, why: str) -> Strategy:
 
 
 def _find_sums_before(program: Program, plan: Plan, level: Mapping[str, int], node: Node) -> list[Ref]:
-    """Returns the sums over all micro-batches from which ``node`` of a second round is computed."""
+    """Returns the sums over all micro-batches on which ``node``, which would run in a second round, depends."""
     strategies = plan.strategies[""]
     found, seen, stack = dict[Ref, None](), {node.name}, [node]
     while stack:
@@ -305,7 +312,7 @@ def _find_sums_before(program: Program, plan: Plan, level: Mapping[str, int], no
                 stack.append(program.by_name[ref.node])
     if not found:
         after = ", ".join(c for c in node.controls if level[c] > 1) or "a node that runs once, at the end"
-        raise _second_round(node, f"runs after {after}", plan.size)
+        raise _second_round(node, f"has to run after {after}", plan.size)
     return list(found)
 
 
@@ -315,15 +322,19 @@ def _on_whole_batch(
     """Returns strategies that compute ``ref``, and all nodes before it, on the whole batch before the first
     micro-batch.
 
+    Args:
+      reader: the node that reads ``ref`` in each micro-batch, for the error.
+      parts: number of micro-batches, for the error.
+
     Raises:
-      PlanError: it depends on other values than inputs, and variables that the step does not write.
+      PlanError: ``ref`` depends on more than inputs and variables that the step does not write.
     """
     found: dict[str, Strategy] = {}
     stack, seen = [ref.node], {ref.node}
     while stack:
         node = program.by_name[stack.pop()]
         if node.op == "WhaleCommunicator":
-            continue  # what ranks tell each other of their inputs, they can tell before
+            continue  # exchanges that depend on inputs only can run before the micro-batches
         strategy = strategies[node.name]
         carries = any(program.find_type(r).dtype in UNMOVABLE for r in node.inputs) or any(
             t.dtype in UNMOVABLE for t in node.outputs
@@ -345,28 +356,31 @@ def _on_whole_batch(
 
 
 def _is_kept(program: Program, handle: Ref) -> bool:
-    """Tells whether no node of a step may write a variable, so that its value is known before the first micro-batch."""
+    """Returns True if no node of the step can write the variable, so that its value is known before the first
+    micro-batch.
+    """
     return all(reader.op in READS for reader, _ in program.consumers.get(handle, ()))
 
 
 def _refuse_joined_rows(program: Program, ref: Ref, parts: int) -> None:
-    """Raises PlanError for rows that ranks gather because a scope is around some of the layers only."""
+    """Raises PlanError if ranks gather rows of ``ref`` because a ``wh.split`` scope covers only some of the layers."""
     if not has_split_scopes(program):
-        return  # the operation itself wants all rows
+        return  # without scopes, the gather is there because the operation itself needs all rows
     for reader, _ in program.consumers.get(ref, ()):
         if reader.op in ("WhaleAllGather", "WhaleAllToAll"):
             wants = _that_wants(program, reader)
             raise PlanError(
-                "the rows of a micro-batch would be gathered at the border of a scope that divides tensors differently",
+                "the rows of a micro-batch would be gathered where a scope begins or ends that shards tensors",
                 op=f"{wants.name} ({wants.op})",
-                given=f"{parts} micro-batches; every rank has rows of its own of {ref}, and all are wanted at once",
-                expected="rows in multiples of the micro-batches, a wh.split scope around the whole model, or none",
+                given=f"{parts} micro-batches; each rank has other rows of {ref}, and the operation needs all of them",
+                expected="rows of each rank in multiples of the micro-batches, a wh.split scope around the whole "
+                "model, or no such scope",
                 action="change the rows of a batch or of a rank, or pipeline.micro_batches",
             )
 
 
 def _that_wants(program: Program, node: Node) -> Node:
-    """Returns the operation of the user's program for which lowering added a node."""
+    """Returns the operation of the user's program for which lowering added ``node``."""
     while node.name.startswith("whale/"):
         found = next((reader for ref in node.list_refs() for reader, _ in program.consumers.get(ref, ())), None)
         if found is None:
@@ -376,8 +390,8 @@ def _that_wants(program: Program, node: Node) -> Node:
 
 
 def _find_sum_inside(plan: Plan, node: Node) -> Ref | None:
-    """Returns a tensor inside a loop or branch of a micro-batch that is reduced over all of them, which is impossible
-    there.
+    """Returns a tensor inside a loop or branch that is summed over all micro-batches, which is impossible there; else
+    None.
     """
     bodies = {func.name for func in list_called_functions(node)}
     return next((r.ref for r in plan.reshards if r.graph in bodies and _crosses(r)), None)
@@ -395,18 +409,18 @@ def _second_round(node: Node, given: str, parts: int) -> AcrossMicroBatchesError
 
 
 def untie_microbatches(program: Program) -> Program:
-    """Removes control edges and operands without effect that would tie a micro-batch to others.
+    """Removes control edges and operands that would tie a micro-batch to others without effect.
 
     These are control edges between nodes without effects, or from an assertion, which concerns the whole batch; and
-    operands that only give a shape to ones and zeros. Recomputed nodes keep their control edges from the backward pass.
-    Scopes lose their ranks, since the ranks' work is divided already.
+    operands that only give ones and zeros their shape. Recomputed nodes keep their control edges from the backward
+    pass. Scopes lose the ranks that they name, since the work is divided over ranks already.
     """
     if any(ranks_of_scope(node.scope) is not None for node in program.nodes):
         program = with_paths(program, lambda path: "/".join(with_ranks(part, ()) for part in path.split("/")))
     nodes: list[Node] = []
     behind_effects: set[str] = set()
-    asserted: set[str] = set()  # assertions, and what stands for them: updates wait for these
-    waits: dict[str, tuple[str, ...]] = {}  # a NoOp -> what it waits for, and with it who waits for it
+    asserted: set[str] = set()  # assertions and nodes computed from them alone; only updates keep waiting for these
+    waits: dict[str, tuple[str, ...]] = {}  # NoOp -> the nodes it waits for, for which its successors then wait
     for node in program.nodes:
         if node.controls:
             controls = tuple(dict.fromkeys(c for name in node.controls for c in waits.get(name, (name,))))
@@ -419,7 +433,7 @@ def untie_microbatches(program: Program) -> Program:
         if not does and not asserted.isdisjoint(node.controls):
             node = replace(node, controls=tuple(c for c in node.controls if c not in asserted))
         if node.controls and not node.stateful and not node.marks.recomputed:
-            # The order in which weights are gathered for their uses is one of the ranks, within each micro-batch.
+            # The control edges that order the gathers of weights only need to hold within each micro-batch.
             kept = () if node.marks.gathered_at_use else tuple(c for c in node.controls if c in behind_effects)
             node = replace(node, controls=kept)
         if does or not behind_effects.isdisjoint([*(r.node for r in node.inputs), *node.controls]):
@@ -441,7 +455,7 @@ def untie_microbatches(program: Program) -> Program:
 
 
 def _is_nothing(node: Node) -> bool:
-    """Tells whether a node makes no rows, so that a rank without rows computes it as well."""
+    """Returns True if a node's result has zero rows, so that it can be replaced by a constant."""
     if node.stateful or node.op in ("Const", "Placeholder") or len(node.outputs) != 1:
         return False
     t = node.outputs[0]
@@ -449,7 +463,7 @@ def _is_nothing(node: Node) -> bool:
 
 
 def has_effects(program: Program, node: Node) -> bool:
-    """Tells whether a node has effects; a branch or loop that only reads variables has none."""
+    """Returns True if a node has side effects; a loop or branch that only reads variables has none."""
     if not node.stateful or node.op in _LOOKS or node.op in EXCHANGES:
         return False
     bodies = [program.functions[f.name] for f in list_called_functions(node)] if node.op in HAS_BODIES else []
@@ -457,7 +471,9 @@ def has_effects(program: Program, node: Node) -> bool:
 
 
 def _asserts(program: Program, node: Node) -> bool:
-    """Tells whether a node only fails if a condition is false."""
+    """Returns True if a node's only effect is to fail if a condition is false, as an Assert or a branch with one
+    does.
+    """
     if node.op == "Assert" or node.op not in HAS_BODIES:
         return node.op == "Assert"
     bodies = [program.functions[f.name] for f in list_called_functions(node)]
@@ -467,11 +483,11 @@ def _asserts(program: Program, node: Node) -> bool:
 
 
 def _find_strategies_without_rows(program: Program, micro_batches: int) -> dict[str, Strategy]:
-    """Returns strategies with which a rank without rows takes part in the other ranks' exchanges, in each
+    """Returns strategies by which a rank without rows takes part in the other ranks' exchanges, once per
     micro-batch.
     """
     found: dict[str, Strategy] = {}
-    known: set[str] = set()  # values made from constants alone, or by ranks that have no rows either
+    known: set[str] = set()  # constants, what is computed from them, and empty results of collectives
     for node in program.nodes:
         of_known = node.inputs and not node.stateful and all(r.node in known for r in node.inputs)
         if node.op == "Const" or of_known or (node.op in COLLECTIVES and all(map(_has_no_elements, node.outputs))):
@@ -484,14 +500,14 @@ def _find_strategies_without_rows(program: Program, micro_batches: int) -> dict[
             and all(r.node in known or _has_no_elements(program.find_type(r)) for r in operands)
         ):
             types = [*map(program.find_type, operands), *node.outputs]
-            # Runs of one row may be seen as no runs where there are no rows.
+            # The division is computed per tensor, since the dimension of runs may be empty where there are no rows.
             cuts = [shard(dim, divide_evenly(require_static_shape(t)[dim], runs)) for t in types]
             found[node.name] = Strategy((B, *cuts[: len(operands)]), tuple(cuts[len(operands) :]), "no rows")
     return found
 
 
 def _list_bodies(program: Program, node: Node) -> list[str]:
-    """Returns the names of the bodies of a loop or branch, including nested ones."""
+    """Returns the names of the functions that a loop or branch runs, including nested ones."""
     names = [f.name for f in list_called_functions(node)] if node.op in HAS_BODIES else []
     return [
         *names,

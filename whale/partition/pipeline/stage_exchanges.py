@@ -24,8 +24,10 @@ def connect_stages(
     """Replaces the inputs and outputs of a stage group's program, on one rank, by receives and sends.
 
     Args:
-      rows: tensor sent for each micro-batch -> how these cut the part that a rank has.
-      check: (fingerprint, description of this run for people), which all ranks compare.
+      program: the group's part of the program, lowered for ``rank``.
+      comm: name of the communicator.
+      rows: tensor that is sent for each micro-batch -> how micro-batches cut this rank's part of it.
+      check: (fingerprint, description of the program), which all ranks compare.
     """
     return _Connector(stages, program, rank, comm, rows).run(check)
 
@@ -79,7 +81,7 @@ class _Connector:
         self.effects.append(name)
 
     def _receive(self, node: Node) -> dict[Ref, Ref]:
-        """Emits receives for each output that is read; returns the tensors that replace them."""
+        """Emits receives for the outputs of a stage input node; returns output of the node -> received tensor."""
         found = {}
         source, travelling = int(node.attrs["source"]), self.stages.cuts[self.number].keys
         for index, key in enumerate(node.attrs["keys"]):
@@ -107,13 +109,13 @@ class _Connector:
     def _join_pieces(
         self, name: str, t: TensorType, key: str, source: int, parts: Sequence[Part], pieces: Sequence[Ref]
     ) -> Ref:
-        """Joins the parts of a tensor that several ranks sent, along each dimension in turn."""
+        """Joins the parts of a tensor that several ranks sent; yields an empty tensor if this rank gets nothing."""
         if len(pieces) == 1:
             return pieces[0]
         if not pieces:
             nothing = self.emitter.const(name, np.zeros(require_static_shape(t), find_numpy_dtype(t.dtype)))
             cut = self._find_rows(key, t, self.stages.is_direct(source, self.number)) if key in self.rows else None
-            if cut is not None and cut.extent:  # of rows that have nothing here each micro-batch has its own
+            if cut is not None and cut.extent:  # so that each micro-batch takes its part of the empty tensor
                 self.nodes[name] = self.nodes[name].with_marks(micro_batch_rows=str(cut))
             return nothing
         block = self.stages.find_block(key, source, self.number, self.position)
@@ -122,7 +124,7 @@ class _Connector:
     def _join_along(
         self, name: str, dtype: str, pieces: list[tuple[tuple[Span, ...], Ref]], block: tuple[Span, ...], dim: int
     ) -> Ref:
-        """Joins pieces that differ only in dimensions from ``dim`` on."""
+        """Joins pieces whose spans are equal in the dimensions before ``dim``, dimension by dimension."""
         if len(pieces) == 1:
             return pieces[0][1]
         groups: dict[Span, list[tuple[tuple[Span, ...], Ref]]] = {}
@@ -134,7 +136,7 @@ class _Connector:
         return self._concatenate(name, dtype, inner, dim, next(iter(groups)).blocks)
 
     def _concatenate(self, name: str, dtype: str, refs: Sequence[Ref], dim: int, blocks: int) -> Ref:
-        """Concatenates tensors along a dimension, within each of its ``blocks`` runs."""
+        """Concatenates tensors along dimension ``dim``, run by run if it consists of several (``blocks``) runs."""
         e = self.emitter
         shapes = [require_static_shape(self.nodes[r.node].outputs[r.index]) for r in refs]
         whole = (*shapes[0][:dim], sum(s[dim] for s in shapes), *shapes[0][dim + 1 :])
@@ -167,7 +169,7 @@ class _Connector:
             self._add(f"{name}/sent", "WhaleSend", (Ref(COMMUNICATOR), value), attrs, (), marks)
 
     def _emit_cut(self, name: str, source: Ref, t: TensorType, part: Part) -> Ref:
-        """Emits the slice of this rank's tensor for one receiving rank."""
+        """Emits the slice of this rank's tensor that one receiving rank gets."""
         e, shape, dtype = self.emitter, require_static_shape(t), t.dtype
         for dim, blocks, first, count in part.cut:
             at = f"{name}/along_{dim}"
@@ -187,16 +189,24 @@ class _Connector:
         return f"{key}@{source}to{target}/{ends}"
 
     def _make_marks(self, key: str, t: TensorType, part: Part, edge: tuple[int, int]) -> Marks:
-        """Returns the marks of a node that sends or receives a part of a tensor."""
+        """Returns the marks of a send or receive: how micro-batches cut its tensor, and between which groups it
+        goes.
+        """
         if key not in self.rows:
             return NO_MARKS
         return Marks(micro_batch_rows=str(self._find_rows(key, t, part.spans is None)), edge=edge)
 
     def _find_rows(self, key: str, t: TensorType, direct: bool) -> Shard:
-        """Returns how micro-batches cut this rank's part of a tensor sent between stage groups."""
+        """Returns how micro-batches cut this rank's part of a tensor that is sent between groups.
+
+        Args:
+          key: name of the tensor.
+          t: type of the part.
+          direct: True if the part is all that the sender holds.
+        """
         cut = self.rows[key]
         if direct and not self.stages.plan.others:
             return cut
-        micro_batches = self.stages.plan.micro_batches  # what was agreed on is of another mesh
+        micro_batches = self.stages.plan.micro_batches  # ``cut`` has the sizes of another mesh
         n = require_static_shape(t)[cut.dim] // (micro_batches * cut.blocks)
         return shard(cut.dim, (n,) * micro_batches, cut.blocks)

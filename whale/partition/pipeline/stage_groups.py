@@ -29,10 +29,10 @@ from whale.passes.settings import PlanSettings
 
 
 def plan_stage_groups(program: Program, settings: PlanSettings, groups: tuple[StageGroup, ...]) -> Plan:
-    """Plans a program with stages: the whole program for one group's mesh, and the transfers between the groups.
+    """Plans a program with stages: the whole program for the mesh of a group, and the tensors sent between groups.
 
     Raises:
-      PlanError: see ``plan_program``; an option that pipelines lack.
+      PlanError: see ``plan_program``; or a setting that pipelines do not support.
     """
     _refuse(settings, groups)
     plan, groups = _plan_kinds(program, settings, groups)
@@ -59,7 +59,13 @@ def plan_stage_groups(program: Program, settings: PlanSettings, groups: tuple[St
 
 @dataclass(frozen=True, slots=True)
 class _GroupKind:
-    """The properties shared by groups with the same plan: number of ranks, axes, shares of rows; (): even."""
+    """Holds what stage groups with the same plan have in common.
+
+    Attributes:
+      size: number of ranks.
+      mesh: the axes of the group's mesh.
+      shares: shares of the batch's rows of the group's ranks; (): rows are divided evenly.
+    """
 
     size: int
     mesh: tuple[Axis, ...]
@@ -67,7 +73,7 @@ class _GroupKind:
 
 
 def _find_kind(group: StageGroup, settings: PlanSettings) -> _GroupKind:
-    """Returns the kind of a stage group; of the run's shares it keeps those of the group's ranks."""
+    """Returns the kind of a stage group; of the shares in the settings it takes those of the group's ranks."""
     shares, size = settings.batch.shares, len(group.ranks)
     mesh = settings.stage_meshes.get(group.ranks) or make_mesh_of_size(settings, size)
     if len(shares) != settings.size:
@@ -78,7 +84,7 @@ def _find_kind(group: StageGroup, settings: PlanSettings) -> _GroupKind:
             "no rank of a stage has a share of the batch",
             op=group.name,
             given=f"batch.shares={list(shares)}, ranks {list(group.ranks)}",
-            expected="a rank at least of each stage with rows",
+            expected="at least one rank with rows in each stage",
             action="change batch.shares or the devices of the stages",
         )
     return _GroupKind(size, mesh, mine)
@@ -87,10 +93,11 @@ def _find_kind(group: StageGroup, settings: PlanSettings) -> _GroupKind:
 def _plan_kinds(
     program: Program, settings: PlanSettings, groups: Sequence[StageGroup]
 ) -> tuple[Plan, tuple[StageGroup, ...]]:
-    """Plans each kind of stage groups.
+    """Plans the program once for each kind of stage groups.
 
     Returns:
-      (the plan of the largest groups, with those of the others in ``others``; the groups, each with its plan's number).
+      (the plan of the largest groups, with the plans of the other kinds in ``others``; the groups, each with the number
+        of its plan).
     """
     kinds = sorted({_find_kind(group, settings): None for group in groups}, key=lambda kind: -kind.size)
     numbered = tuple(replace(group, plan=kinds.index(_find_kind(group, settings))) for group in groups)
@@ -113,7 +120,7 @@ def _plan_kinds(
     several = any(p.expanded for p in iterate_levels(plans[first]) if p is not plans[first])
     if not rest and not several:
         return plans[first], numbered
-    # All have to speak of one program.
+    # All plans have to be of one program, so each is made again with the composite ops that any of them decomposes.
     names: set[str] = set()
     known = {n.name for n in program.nodes}
     while (
@@ -128,13 +135,15 @@ def _plan_kinds(
 
 
 def _plan_kind(program: Program, settings: PlanSettings, groups: Sequence[StageGroup], plan: int) -> Plan:
-    """Makes plan number ``plan``: of the whole program on the mesh of the groups that use it."""
+    """Makes plan number ``plan``: that of the whole program on the mesh of the groups that use it."""
     found = plan_program(in_positions(program, groups, plan), settings)
     return replace(found, fingerprint=compute_fingerprint(program))
 
 
 def _find_shared_inputs(program: Program, settings: PlanSettings, kind: _GroupKind) -> tuple[BatchInput, ...] | None:
-    """Returns the batch inputs with the rows of every rank of a group with given shares; None: no shares are given."""
+    """Returns the batch inputs with the rows of each rank of a group, by the group's shares; without shares, as in
+    settings.
+    """
     asked = settings.batch
     if not kind.shares:
         return asked.inputs
@@ -147,10 +156,10 @@ def _find_shared_inputs(program: Program, settings: PlanSettings, kind: _GroupKi
 
 
 def make_mesh_of_size(settings: PlanSettings, size: int) -> tuple[Axis, ...]:
-    """Returns the axes of a stage group of ``size`` ranks: those of the mesh, with the first adapted to the number of
-    ranks.
+    """Returns the axes of a stage group of ``size`` ranks: those of the settings' mesh, with the first one resized to
+    fit.
 
-    An inner axis that does not fit into the group gets the largest size that divides the ranks.
+    An inner axis that does not fit gets the largest size that divides both the axis and the ranks.
     """
     given = [a for a in settings.mesh if a.name != STAGE and a.size > 1]
     if prod(a.size for a in given) == size or not given:
@@ -164,9 +173,7 @@ def make_mesh_of_size(settings: PlanSettings, size: int) -> tuple[Axis, ...]:
 
 
 def _find_known_layouts(settings: PlanSettings, kind: _GroupKind) -> dict[str, Tiles]:
-    """Returns the layouts of variables that earlier programs have fixed, where they are possible for a kind of
-    group.
-    """
+    """Returns how earlier programs have sharded variables, as far as a group of this kind has axes of those sizes."""
     sizes = {kind.size, *(a.size for a in kind.mesh)}
     return {name: tiles for name, tiles in settings.split.tiles.items() if sizes.issuperset(tiles.sizes)}
 
@@ -174,18 +181,23 @@ def _find_known_layouts(settings: PlanSettings, kind: _GroupKind) -> dict[str, T
 def lower_stage_groups(
     expanded: Program, plan: Plan, ranks: Sequence[int], comm: str, what: str, settings: PlanSettings
 ) -> list[Program]:
-    """Lowers a program under a plan of ``plan_stage_groups`` to the program of each of ``ranks``.
+    """Lowers a program under a plan of ``plan_stage_groups``, and returns the program of each rank of ``ranks``.
+
+    Args:
+      expanded: the program, with composite ops decomposed for the plan.
+      comm: name of the communicator.
+      what: description of the program, for the error if ranks run different programs.
 
     Raises:
-      PlanError: the stages cannot run in micro-batches in the order of the schedule.
+      PlanError: the stages cannot run micro-batches in the order of the schedule.
     """
     rows: dict[Ref, Shard] = {}
     microbatched = plan.micro_batches > 1
-    if plan.others and microbatched:  # on what stages of unlike meshes exchange for each micro-batch all agree
+    if plan.others and microbatched:  # groups with different meshes must agree on what each micro-batch exchanges
         whole_stages = Stages(expanded, plan, settings, {})
         for at in reversed(
             _find_first_readers(plan.find_group_plan(plan.stage_groups[0])) or [()]
-        ):  # the first ones may have no rows
+        ):  # several, since the first coordinates may have no rows
             rows |= WholeSchedule(expanded, whole_stages, 0, at, settings).rows
     stages = Stages(expanded, plan, settings, rows)
     in_turns = _ScheduleCache(expanded, stages, settings)
@@ -205,7 +217,7 @@ def lower_stage_groups(
 
 
 class _ScheduleCache:
-    """Caches ``WholeSchedule`` by coordinates, with one entry for coordinates with the same program."""
+    """Caches ``WholeSchedule`` by coordinates; coordinates with the same program share an entry."""
 
     def __init__(self, expanded: Program, stages: Stages, settings: PlanSettings):
         self.expanded, self.stages, self.settings = expanded, stages, settings
@@ -213,7 +225,7 @@ class _ScheduleCache:
         self._known: dict[tuple[int, tuple[int, ...]], WholeSchedule] = {}
 
     def find_whole(self, number: int, at: tuple[int, ...]) -> WholeSchedule:
-        """Returns the ``WholeSchedule`` of the coordinates ``at`` in the mesh of a stage group."""
+        """Returns the ``WholeSchedule`` of coordinates ``at`` in the mesh of stage group ``number``."""
         group = self.stages.plan.stage_groups[number]
         levels = self.stages.make_level_partitioner(number)
         readers = _find_first_readers(self.stages.plan.find_group_plan(group))
@@ -230,10 +242,10 @@ class _ScheduleCache:
 
 
 def _find_first_readers(plan: Plan) -> list[tuple[int, ...]]:
-    """Returns coordinates along a plan's axes that together read all tensors that any coordinate reads for each
-    micro-batch.
+    """Returns a set of coordinates that together read every tensor that any coordinate reads in a micro-batch.
 
-    The first coordinates alone may have fetched tensors; those without rows do not read what the others gather.
+    The first coordinates alone may be the ones that fetch, and coordinates without rows do not read what others gather.
+    The result is [] if all coordinates read the same tensors.
     """
     along: list[list[int]] = []
     more = False
@@ -258,15 +270,15 @@ def _refuse(settings: PlanSettings, groups: Sequence[StageGroup]) -> None:
         )
     if settings.batch.local:
         raise PlanError(
-            "a pipeline cannot be combined with an option yet",
-            given="a batch of which every rank passes its own rows (wh.shard, batch.mode)",
-            expected="the whole batch on every rank, of which the stages take what they compute",
-            action="pass the whole batch",
+            "pipeline stages do not support batches of which every rank passes its own rows yet",
+            given="rows of each rank's own (wh.shard, or batch.mode=local)",
+            expected="the whole batch on every rank, of which each stage takes the rows that it computes",
+            action="pass the whole batch on every rank, without wh.shard and batch.mode=local",
         )
 
 
 def _keep_own_variables(plan: Plan, groups: Sequence[StageGroup], cuts: Sequence[Cut]) -> Plan:
-    """Keeps in each plan only the variables of its groups' stages, divided over the groups' ranks."""
+    """Returns ``plan`` in which each group's plan lists only the variables of that group's stages."""
 
     def reduce_plan(one: Plan, number: int) -> Plan:
         mine = {v.node for g, part in zip(groups, cuts) if g.plan == number for v in part.program.variables}

@@ -1,8 +1,8 @@
-"""Cuts a program into the parts that stage groups (groups of ranks) run, and the tensors sent between groups.
+"""Cuts a program into the parts that stage groups run, and finds the tensors sent between groups.
 
-The plan is made for the whole program over a mesh like a group's; groups of other meshes have plans of their own. A
-group then runs its nodes under its plan. A tensor from another group arrives in the layout of its producer, from the
-rank of the same coordinates, or between different meshes as ``whale.ir.crossing`` says.
+A plan is made for the whole program over a mesh like a group's; groups with other meshes have plans of their own. Each
+group then runs its own nodes under its plan. A tensor from another group arrives in the layout of its producer, from
+the rank of the same coordinates; between different meshes, as ``whale.ir.crossing`` says.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from whale.passes.analysis.stages import does_nothing, free_nodes, stage_of
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """The part of a program that one stage group runs.
+    """Represents the part of a program that one stage group runs.
 
     Attributes:
-      program: its part; a tensor from elsewhere is an output of a ``WhaleStageInput`` with its producer's name.
-      taken: tensors received from other groups, with the number of the group.
-      given: tensors sent to other groups.
-      fetched: outputs of the program that come from another group: number of the output -> of the group.
+      program: the part. A tensor of another group is an output of a ``WhaleStageInput`` node with its producer's name.
+      taken: tensor received from another group -> number of that group.
+      given: tensor sent to other groups -> numbers of these groups.
+      fetched: number of an output of the program that comes from another group -> number of that group.
     """
 
     program: Program
@@ -36,19 +36,19 @@ class Cut:
 
     @property
     def keys(self) -> frozenset[str]:
-        """Returns the names of tensors received from other groups."""
+        """Returns the names of the tensors that the group receives from other groups."""
         return frozenset([*map(str, self.taken), *(FETCH_KEY.format(i) for i in self.fetched)])
 
 
-FETCHED = "whale/fetched_{}"  # name of what stands for an output of the program that another group has, by number
+FETCHED = "whale/fetched_{}"  # name of the node for output number {} of the program, if another group computes it
 FETCH_KEY = "fetched {}"
 
 
 def cut(program: Program, groups: Sequence[StageGroup]) -> tuple[Cut, ...]:
-    """Returns the program of each stage group.
+    """Cuts a program into one part for each stage group.
 
     Args:
-      program: with stages assigned (see ``assign_stages``), expanded.
+      program: the program with a stage for each node (see ``assign_stages``) and composite ops decomposed.
     """
     return _Cutter(program, groups).run()
 
@@ -62,7 +62,7 @@ class _Cutter:
         self.program = self._with_tokens(program)
 
     def _with_tokens(self, program: Program) -> Program:
-        """Replaces each control edge between groups by sending a small tensor."""
+        """Replaces each control edge between groups by a data edge: a small constant that is sent in its place."""
         nodes: list[Node] = []
         tokens: dict[str, str] = {}
         for node in program.nodes:
@@ -89,7 +89,7 @@ class _Cutter:
         return tuple(self._program(k, needed[k], taken[k], given[k]) for k in range(len(self.groups)))
 
     def _find_needed(self, k: int) -> set[str]:
-        """Returns the nodes of group ``k``, and the free ones that they read."""
+        """Returns the names of the nodes of group ``k``, and of the free nodes that these read."""
         by_name, found = self.program.by_name, set()
         stack = [n for n, group in self.group_of.items() if group == k]
         stack += [n for n in self.program.effects if n in self.free]
@@ -104,12 +104,14 @@ class _Cutter:
         return found
 
     def _find_taken(self, needed: Sequence[Collection[str]]) -> list[dict[Ref, int]]:
-        """Returns the tensors that each group reads from others, with their group, given the names of the nodes it
-        needs.
+        """Returns, for each group, the tensors that it reads from other groups -> number of the producing group.
+
+        Args:
+          needed: the result of ``_find_needed`` for each group.
         """
         found: list[dict[Ref, int]] = [{} for _ in needed]
         for node in self.program.nodes:
-            # The control edges between groups that are left are to tokens.
+            # The only control edges between groups that are left are to tokens.
             read = [r for r in (*node.inputs, *map(Ref, node.controls)) if r.node in self.group_of]
             if not read:
                 continue
@@ -174,11 +176,11 @@ def _group_numbers(program: Program, groups: Sequence[StageGroup], free: Collect
 
 
 def drop_waits(program: Program) -> Program:
-    """Removes NoOps from ``program``: nodes that wait for one wait for its predecessors instead.
+    """Removes NoOps from ``program``: what waited for a NoOp then waits for the NoOp's predecessors.
 
-    A NoOp that is a fetched result can go as well: its predecessors are executed for their effects.
+    A NoOp that is fetched also goes; its predecessors then run as effects of the program.
     """
-    behind: dict[str, tuple[str, ...]] = {}  # a NoOp -> what it waits for
+    behind: dict[str, tuple[str, ...]] = {}  # NoOp -> the nodes that it waits for
 
     def resolve(names: Iterable[str]) -> tuple[str, ...]:
         return tuple(dict.fromkeys(n for name in names for n in behind.get(name, (name,))))

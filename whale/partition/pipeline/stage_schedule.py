@@ -1,4 +1,4 @@
-"""Rolls up a rank's stages into micro-batches that run in the order of a schedule."""
+"""Turns a rank's stages into micro-batches that run in the order of a pipeline schedule."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ _TRAVELS = ("WhaleRecv", "WhaleSend", "Const")
 
 @dataclass(frozen=True, slots=True)
 class AgreedPhases:
-    """The phase and stage of each node computed per micro-batch, according to the coordinates with rows.
+    """Holds the phase and stage of nodes computed per micro-batch, as found on coordinates that have rows.
 
-    A coordinate without rows does not read what it sends, so it cannot infer them by itself.
+    A coordinate without rows does not read what it sends to others, so it cannot find them by itself.
 
     Attributes:
-      kinds: F, B or W for each node computed per micro-batch (see ``whale.partition.pipeline.phases``).
-      stages: the node's stage.
+      kinds: node -> F, B or W (see ``whale.partition.pipeline.phases``).
+      stages: node -> its stage.
     """
 
     kinds: Mapping[str, str] = field(default_factory=dict)
@@ -41,19 +41,22 @@ class AgreedPhases:
 
     @staticmethod
     def merge(coordinates: Sequence[WholeSchedule]) -> AgreedPhases:
-        """Merges the information of several coordinates: each node's earliest kind, and the stage from the first of
-        them.
+        """Merges what several coordinates found: each node's earliest kind (F before B before W), and its stage on the
+        first one.
         """
         kinds = {name: k for kind in "WBF" for one in coordinates for name, k in one.kinds.items() if k == kind}
         return AgreedPhases(kinds, {name: stage for one in reversed(coordinates) for name, stage in one.stages.items()})
 
 
 class WholeSchedule:
-    """The program of one coordinate as if it had all stages, in micro-batches: the basis on which all its ranks agree.
+    """Plans the micro-batches of the whole program for one coordinate, as if its ranks ran all stages.
+
+    Ranks of different stages agree on this plan, and thus on what they exchange in each micro-batch.
 
     Attributes:
-      rows: tensors of the program that have the rows of the batch -> how these are cut into micro-batches.
-      kinds: F, B or W for each node computed per micro-batch; stages: the node's stage.
+      rows: tensors with rows of the batch -> how these are cut into micro-batches.
+      kinds: node computed per micro-batch -> F, B or W.
+      stages: node computed per micro-batch -> its stage.
     """
 
     def __init__(
@@ -68,8 +71,10 @@ class WholeSchedule:
         """Plans the micro-batches of the whole program at one coordinate.
 
         Args:
-          number: of the stage group; at: coordinates in its mesh, () for the first ones.
-          agreed: information from other coordinates.
+          expanded: the whole program, with composite ops decomposed for the plan.
+          number: number of the stage group.
+          at: coordinates in the group's mesh; () stands for the first ones.
+          agreed: what coordinates with rows have found.
         """
         plan = self.plan = stages.plan
         levels, mesh = stages.make_level_partitioner(number), stages.meshes[number]
@@ -95,19 +100,19 @@ class WholeSchedule:
         self.stages = {n.name: stage for n in whole.nodes if n.name in each and (stage := stage_of(n.scope))}
 
     def pipeline(self, program: Program, number: int) -> Program:
-        """Rolls up the program of this coordinate's rank in stage group ``number``, in the schedule's order.
+        """Turns one rank's program into calls per micro-batch, in the order of the schedule.
 
         Args:
-          program: the rank's program for all its rows.
+          program: the program of this coordinate's rank in stage group ``number``, for all its rows.
 
         Raises:
-          PlanError: a value of all micro-batches is needed before the last one is finished; the chunks of the groups
-            differ; a tensor is cut differently by its sender and its receiver.
+          PlanError: a value of all micro-batches is needed before the last one is finished; groups have different
+            numbers of stages; or sender and receiver cut a tensor differently into micro-batches.
         """
         program = self._prepare(program)
         travels = (node for node in program.nodes if node.op in _TRAVELS and node.marks.micro_batch_rows)
         cuts = {node.name: _find_split(node) for node in travels}
-        # Ranks of a stage mostly run the same but for values.
+        # Most ranks of a stage run the same program but for values.
         one = next((one for one in self._known if one.rows == cuts and is_alike(one.program, program)), None)
         if one is None:
             received = {name: cut for name, cut in cuts.items() if program.by_name[name].op != "WhaleSend"}
@@ -121,8 +126,8 @@ class WholeSchedule:
                     raise PlanError(
                         "two stages cut a tensor into micro-batches in two ways",
                         op=node.name,
-                        given=f"{found}, {wanted}",
-                        expected="the same",
+                        given=f"{found} where it is sent, {wanted} where it is received",
+                        expected="the same rows in each micro-batch",
                         action="set pipeline.micro_batches=1",
                     )
         each = {name for name, region in regions.items() if region == EACH}
@@ -130,9 +135,9 @@ class WholeSchedule:
         if len({len(group.stages) for group in groups}) > 1:
             raise PlanError(
                 "some ranks have more stages than others",
-                given="; ".join(f"{list(group.ranks)}: {group.name}" for group in groups),
-                expected="as many stages on each, for a schedule of micro-batches",
-                action="change the devices of the stages",
+                given="; ".join(f"ranks {list(group.ranks)}: {group.name}" for group in groups),
+                expected="as many stages on each rank, for a schedule of micro-batches",
+                action="change the devices of the stages, or set pipeline.micro_batches=1",
             )
         chunks = {stage: i for i, stage in enumerate(groups[number].stages)}
         phases = phases_of_rank(program, each, self.kinds, chunks)
@@ -145,7 +150,8 @@ class WholeSchedule:
         def count_room(edge: tuple[int, int]) -> int:
             """Returns how many results of one kind may be in flight between two stage groups.
 
-            That is one being read and those that may wait; past other stages, no more are sent than are alive.
+            That is one that is being read, and those that may wait (``count_credits``). Between groups that are not
+            neighbours, it is one more than the micro-batches that the sender keeps alive.
             """
             return 1 + waiting.get(edge, count_live_micro_batches(rows[edge[0]]))
 
@@ -161,25 +167,26 @@ class WholeSchedule:
 
 
 def _find_split(node: Node) -> Shard:
-    """Returns how micro-batches cut the tensor that ``node`` sends or receives for each of them."""
+    """Returns how micro-batches cut the tensor that a send or receive moves for each of them."""
     placement = parse_placement(node.marks.micro_batch_rows)
     assert isinstance(placement, Shard)
     return shard(placement.dim, placement.sizes, placement.blocks)
 
 
-# Hoists sends and receives of micro-batches out of the functions that compute them, into the main graph.
+# The functions below move sends and receives of micro-batches out of the functions that compute, into the main graph.
 #
-# Inside, a function would end only when its results have arrived, and a receive would begin only with the function that
-# reads it. In the main graph receives wait from the beginning of the step, as far as there is room, and sends hold
-# nobody up, as long as the receiver takes what is sent: so many tensors of each kind are under way at a time, and
-# whoever is faster than its reader waits for it, instead of filling memory.
+# Inside a function, a send would delay the function's end until the tensor has arrived, and a receive would begin only
+# with the function that reads it. In the main graph receives wait from the beginning of the step, as far as there is
+# room, and sends delay nothing. The number of tensors of each kind in flight is limited: a sender that is faster than
+# its receiver waits, instead of filling memory.
 @dataclass(frozen=True)
 class _OutsideBody:
-    """A function after its sends and receives were moved out.
+    """Holds a function's body after its sends and receives were moved out of it.
 
     Attributes:
-      body: receives have become arguments, sent tensors are results.
-      received, sent: the nodes, in the order of these arguments and results.
+      body: the body, in which received tensors have become arguments and sent tensors results.
+      received: the receives, in the order of the added arguments.
+      sent: the sends, in the order of the added results.
     """
 
     body: Program
@@ -188,11 +195,12 @@ class _OutsideBody:
 
 
 def hoist_sends(program: Program, room: Callable[[tuple[int, int]], int]) -> Program:
-    """Moves the sends and receives of rows of a rank's outlined program from its functions to the main graph.
+    """Moves sends and receives of rows from the functions of an outlined program to the main graph, one per
+    micro-batch.
 
     Args:
-      room: (number of the sending stage group, of the receiving one) -> number of results of one kind that may be
-          in flight.
+      room: (number of the sending stage group, of the receiving one) -> number of results of one kind that may be in
+        flight between them.
     """
     taken = {name: _take_out(body) for name, body in program.functions.items()}
     if not any(o.received or o.sent for o in taken.values()):
@@ -238,7 +246,11 @@ def hoist_sends(program: Program, room: Callable[[tuple[int, int]], int]) -> Pro
 
 
 def _find_latest(before: Sequence[str], count: int) -> tuple[str, ...]:
-    """Returns, as controls, the one of ``before`` that has to finish before another result may be in flight."""
+    """Returns the control edge for one more operation with ``count`` in flight: the one of ``before`` that has to end
+    first.
+
+    The result is () if fewer than ``count`` operations come before.
+    """
     return (before[-count],) if len(before) >= count else ()
 
 
@@ -266,12 +278,12 @@ def _take_out(body: Program) -> _OutsideBody:
 
 
 def _find_edge(node: Node) -> tuple[int, int]:
-    """Returns the numbers of the stage groups between which a tensor is sent."""
+    """Returns (number of the sending stage group, number of the receiving one) of a send or receive."""
     assert node.marks.edge is not None, node.name
     return node.marks.edge
 
 
 def _change_key(node: Node, number: str) -> Node:
-    """Gives a send or receive per micro-batch the key of micro-batch ``number``."""
+    """Returns a send or receive with a key of its own for micro-batch ``number``."""
     attrs = {**node.attrs, "key": f"{node.attrs['key']}/{number}"}
     return replace(node, attrs=attrs, marks=node.marks.replace_marks(micro_batch_rows="", edge=None))

@@ -1,9 +1,10 @@
-"""Partitions the stage groups of a pipeline, axis by axis of their meshes, and determines how tensors are sent between
-them.
+"""Partitions the stage groups of a pipeline over the axes of their meshes, and finds how tensors go between groups.
 
-Stages           the parts of a program under a plan with stages, and the layouts in which tensors are sent
-Stages.part      the program of a group's ranks, axis by axis; Stages.lowered: one rank's, for all axes
-Stages.edges     the tensors sent in a step
+Stages                        the parts of a program under a plan with stages
+Stages.make_part_partitioner  partitions a group's part axis by axis
+Stages.lower_part             lowers a group's part to the program of one rank
+Stages.find_sent_layout       the placements in which a tensor is sent; find_received_layout: in which it arrives
+Stages.list_edges             the tensors sent between groups in a step
 """
 
 from __future__ import annotations
@@ -42,29 +43,31 @@ Ends = Callable[[Program, tuple[int, ...]], Mapping[str, Strategy]]
 
 
 class StagePartitioner(AxisPartitioner):
-    """Partitions a stage group's part of a program under the plans of the whole program.
+    """Partitions a stage group's part of a program under the plans that were made for the whole program.
 
-    Ranks that run the same part as the first coordinates, but for values, use the first coordinates' plan,
-    even if the rest of the program differs.
+    Ranks that run the same part as the first coordinates, but for values, use the first coordinates' plan, even if the
+    rest of the program differs.
     """
 
     def __init__(self, whole: AxisPartitioner, part: Program, ends: Ends):
-        """Takes the partitioner of the whole program, and a part of it.
+        """Stores the partitioner of the whole program, and one group's part of that program.
 
         Args:
-          whole: partitions the whole program; part: before any axis has divided it.
+          whole: the partitioner of the whole program on a mesh like the group's.
+          part: the group's part, before any axis has divided it.
+          ends: returns the strategies of the part's inputs and outputs over the next axis.
         """
         super().__init__(part, whole.settings, whole.axes, whole.rows, whole.models)
         self.whole, self.ends = whole, ends
 
     def program(self, at: tuple[int, ...]) -> Program:
-        """Returns the part's program for the ranks with these first coordinates."""
+        """Returns the part's program for the ranks at coordinates ``at``."""
         if at not in self._programs:
             self._programs[at] = self.lower_program(at)
         return self._programs[at]
 
     def plan(self, at: tuple[int, ...]) -> Plan:
-        """Returns the plan of the axis after these coordinates, for the part."""
+        """Returns the part's plan of the next axis, for the ranks at coordinates ``at``."""
         if at not in self._plans:
             one = (0,) * len(at) if self.is_like_first(at) else at
             model, settings = self.whole.plan(one), self.whole.settings_at(one)
@@ -75,16 +78,19 @@ class StagePartitioner(AxisPartitioner):
         return self._plans[at]
 
     def is_computing_everywhere(self) -> bool:
-        """Tells whether every rank computes, in all parts of the program."""
+        """Returns True if every rank computes something in every part of the program."""
         return self.whole.is_computing_everywhere()
 
 
 class Stages:
-    """The parts of a program that stage groups run.
+    """Holds the parts of a program that stage groups run, and finds the layouts of tensors sent between groups.
 
     Attributes:
-      cuts: of the expanded program, one for each group.
-      rows: tensors sent for each micro-batch -> how these cut them.
+      expanded: the whole program, with composite ops decomposed for the plan.
+      plan: the plan with stages.
+      cuts: the part of each group.
+      rows: tensors that are sent for each micro-batch -> how micro-batches cut them.
+      meshes: the mesh of each group.
     """
 
     def __init__(self, expanded: Program, plan: Plan, settings: PlanSettings, rows: Mapping[Ref, Shard]):
@@ -102,29 +108,38 @@ class Stages:
         self.meshes = [make_mesh(plan.find_group_plan(g), g.ranks) for g in groups]
 
     def make_level_partitioner(self, number: int) -> AxisPartitioner:
-        """Returns the partitioner of the program as if a group's ranks ran all stages."""
+        """Returns the partitioner of the whole program over the mesh of group ``number``, as if its ranks ran all
+        stages.
+        """
         return self._of_plan[self.plan.stage_groups[number].plan]
 
     def locate(self, rank: int) -> tuple[int, tuple[int, ...]]:
-        """Returns the number of a rank's group, and the rank's coordinates there."""
+        """Returns (number of the stage group that ``rank`` belongs to, the rank's coordinates in that group's mesh)."""
         number = next(k for k, mesh in enumerate(self.meshes) if rank in mesh.ranks)
         return number, self.meshes[number].find_coordinates(rank)
 
     def make_part_partitioner(self, number: int) -> StagePartitioner:
-        """Returns the partitioner of a group's part, before sends and receives replace its inputs and outputs."""
+        """Returns the partitioner of a group's part, whose inputs and outputs are not yet replaced by receives and
+        sends.
+        """
         program = in_positions(self.cuts[number].program, self.plan.stage_groups, self.plan.stage_groups[number].plan)
         return StagePartitioner(
             self.make_level_partitioner(number), program, partial(self._find_end_strategies, number)
         )
 
     def lower_part(self, part: StagePartitioner, rank: int, comm: str) -> Program:
-        """Lowers a group's part to the program of one rank."""
+        """Lowers a group's part to the program of one rank.
+
+        Args:
+          part: the result of ``make_part_partitioner`` for the rank's group.
+          comm: name of the communicator.
+        """
         number, at = self.locate(rank)
         program = map_to_ranks(part.lower_program(at), self.meshes[number], rank, comm)
         return self.make_level_partitioner(number).cut_own_rows(program, self.expanded, at)
 
     def _find_end_strategies(self, number: int, program: Program, at: tuple[int, ...]) -> dict[str, Strategy]:
-        """Returns the strategies of a part's inputs and outputs over the axis after ``at``."""
+        """Returns the strategies of the inputs and outputs of group ``number``'s part over the axis after ``at``."""
         travelling, found = self.cuts[number].keys, {}
         for node in program.nodes:
             if node.op == STAGE_INPUT:
@@ -142,14 +157,18 @@ class Stages:
     # -- layouts of what travels
 
     def is_direct(self, source: int, target: int) -> bool:
-        """Tells whether both groups have the same mesh and row division, so that coordinates correspond."""
+        """Returns True if both groups have the same plan, so that each rank receives from the rank with its own
+        coordinates.
+        """
         return self.plan.stage_groups[source].plan == self.plan.stage_groups[target].plan
 
     def find_sent_layout(self, key: str, source: int, target: int, at: tuple[int, ...]) -> Layout:
-        """Returns a tensor's layout, over each axis up to the one after ``at``, when a group's ranks send it.
+        """Returns the placements in which the ranks of group ``source`` send a tensor, one per axis up to the one after
+        ``at``.
 
         Args:
-          at: first coordinates of these ranks.
+          key: name of the tensor.
+          at: first coordinates of the sending ranks.
         """
         made = self._find_made_layout(key, source, at)
         if self.is_direct(source, target):
@@ -159,28 +178,30 @@ class Stages:
         )
 
     def find_received_layout(self, key: str, source: int, target: int, at: tuple[int, ...]) -> Layout:
-        """Returns a tensor's layout, over each axis up to the one after ``at``, when a group's ranks receive it."""
+        """Returns the placements in which the ranks of group ``target`` receive a tensor, per axis up to the one after
+        ``at``.
+        """
         made = self._find_made_layout(key, target, at)
         if self.is_direct(source, target):
             return made
         return self._change_layout(key, made, self.meshes[target], at, find_received_placement, True)
 
     def list_parts_for(self, key: str, source: int, target: int, reader: int) -> list[Part]:
-        """Lists the parts that the rank at position ``reader`` of the target's mesh receives."""
+        """Lists the parts of a tensor that the rank at position ``reader`` of the target's mesh receives."""
         if self.is_direct(source, target):
             return [Part(reader, reader)] if self._has_some(key, source, reader) else []
         makers = self._find_blocks(key, source, target, source)
         return list_parts(makers, self._find_blocks(key, source, target, target), reader)
 
     def list_parts_from(self, key: str, source: int, target: int, maker: int) -> list[Part]:
-        """Lists the parts that the rank at position ``maker`` of the source's mesh sends."""
+        """Lists the parts of a tensor that the rank at position ``maker`` of the source's mesh sends."""
         if self.is_direct(source, target):
             return self.list_parts_for(key, source, target, maker)
         found = (self.list_parts_for(key, source, target, reader) for reader in range(len(self.meshes[target].ranks)))
         return [part for of_one in found for part in of_one if part.sender == maker]
 
     def _has_some(self, key: str, number: int, position: int) -> bool:
-        """Tells whether the rank at a position of a group's mesh produces a part of the tensor."""
+        """Returns True if the rank at ``position`` of group ``number``'s mesh produces a part of the tensor."""
         t, at = self.find_type(key), find_coordinates(position, [a.size for a in self.meshes[number].axes])
         return (
             not t.is_static
@@ -188,7 +209,9 @@ class Stages:
         )
 
     def find_block(self, key: str, source: int, target: int, reader: int) -> tuple[Span, ...]:
-        """Returns the block of a tensor that the rank at position ``reader`` of the target's mesh ends up with."""
+        """Returns the block of a tensor that the rank at position ``reader`` of the target's mesh holds after
+        receiving.
+        """
         found = self._find_blocks(key, source, target, target)[reader]
         assert found is not None
         return found
@@ -207,8 +230,9 @@ class Stages:
         return {}
 
     def _can_cross_in_parts(self, key: str, source: int, target: int) -> bool:
-        """Tells whether a tensor can be sent in the parts in which it is produced: both meshes cut it into runs of the
-        same size.
+        """Returns True if a tensor can be sent in the shards in which it is produced.
+
+        That is so if both meshes cut each dimension into runs of the same size (see ``whale.ir.crossing.can_cross``).
         """
         t = self.find_type(key)
         if not t.is_static:
@@ -242,10 +266,10 @@ class Stages:
         return tuple(found)
 
     def _find_made_layout(self, key: str, number: int, at: tuple[int, ...]) -> Layout:
-        """Returns the layout in which a group, if it runs all stages, produces a tensor, up to the axis after ``at``.
+        """Returns the placements in which a tensor is produced on group ``number``'s mesh, per axis up to the one after
+        ``at``.
 
-        Coordinates with as many rows as the first one use its layout, if the split size is the
-        same.
+        Coordinates with as many rows as the first one use its placements, if these fit the tensor's size there.
         """
         levels, t = self.make_level_partitioner(number), self.find_type(key)
         found: list[Placement] = []
@@ -259,7 +283,7 @@ class Stages:
         return tuple(found)
 
     def _find_made_placement(self, key: str, plan: Plan) -> Placement:
-        """Returns a tensor's placement over the axis of a plan of the whole program."""
+        """Returns the placement in which a tensor is produced, over the axis of one plan of the whole program."""
         if key not in self._refs:
             return plan.returned[""][self._fetches[key]]
         ref = self._refs[key]
@@ -275,7 +299,7 @@ class Stages:
         return {FETCH_KEY.format(i): i for part in self.cuts for i in part.fetched}
 
     def find_type(self, key: str) -> TensorType:
-        """Returns the global type of a tensor that travels."""
+        """Returns the global type of the tensor called ``key`` that is sent between groups."""
         if key in self._fetches:
             return self.expanded.find_type(self.expanded.outputs[self._fetches[key]])
         ref = self._refs[key]
@@ -303,5 +327,5 @@ class Stages:
 
 
 def _is_fitting(p: Placement, t: TensorType) -> bool:
-    """Tells whether a tensor of this type has the size that a placement splits."""
+    """Returns True if the dimension that ``p`` shards has the size in ``t`` for which the shard was made."""
     return not isinstance(p, Shard) or (t.shape is not None and t.shape[p.dim] == p.extent)

@@ -1,1 +1,1 @@
-"""Rules of arithmetic: elementwise, linear, reductions, matrix products, random."""
+"""Defines sharding rules of arithmetic: elementwise and linear ops, reductions, matrix products, random numbers."""

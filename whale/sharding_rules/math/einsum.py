@@ -1,4 +1,6 @@
-"""Defines rules of matrix products and einsum: cut along a contracted dimension, they give a partial sum."""
+"""Defines sharding rules of matrix products and einsum: sharding a contracted dimension makes the result a partial
+sum.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +13,11 @@ from whale.sharding_rules.registry import rule
 
 
 def find_product_letters(node: Node, rank: int) -> tuple[str, ...]:
-    """Assigns a letter to each dimension of a product's operands and of its result (as in einsum); () if it is no
+    """Returns, as in an einsum equation, a word for each operand of a product and for its result; () if it is no
     product.
 
     Args:
-      rank: dimensions of a matrix product's operands and result, where nothing broadcasts.
+      rank: number of dimensions of a matrix product's operands, for which nothing may broadcast.
     """
     if node.op == "Einsum":
         return _split_equation(node)
@@ -28,21 +30,21 @@ def find_product_letters(node: Node, rank: int) -> tuple[str, ...]:
 
 
 def matmul(op: OpView) -> str:
-    """transpose_a, transpose_b"""
+    """Writes the sharding rule of MatMul, from ``transpose_a`` and ``transpose_b``."""
     a = "k+ m" if op.attr("transpose_a", False) else "m k+"
     b = "n k+" if op.attr("transpose_b", False) else "k+ n"
     return f"{a}, {b} -> m n"
 
 
 def batch_matmul(op: OpView) -> str:
-    """adj_x, adj_y"""
+    """Writes the sharding rule of BatchMatMul, from ``adj_x`` and ``adj_y``."""
     a = "k+ m" if op.attr("adj_x", False) else "m k+"
     b = "n k+" if op.attr("adj_y", False) else "k+ n"
     return f"* {a}, * {b} -> * m n"
 
 
 def einsum(op: OpView) -> str:
-    """the equation; '...' broadcasts"""
+    """Writes the sharding rule of Einsum, from its equation; '...' broadcasts."""
     *operands, right = _split_equation(op.node)
     if any(t.shape is None for t in op.inputs):
         return REPLICATED
@@ -51,7 +53,7 @@ def einsum(op: OpView) -> str:
     for word in operands:
         for c in word.replace("...", ""):
             flags[c] = "^" if c in repeated else "" if c in right else "+"
-    # A label of size 1 in one operand and larger in another broadcasts, as '...' does: leave those whole.
+    # A label of size 1 in one operand and of a larger size in another broadcasts, as '...' does; it cannot be sharded.
     sizes: dict[str, set[int | None]] = {}
     for word, kind in zip(operands, op.inputs):
         for c, size in zip(_expand_ellipsis(word, len(kind.shape or ())), kind.shape or ()):
@@ -76,34 +78,37 @@ def einsum(op: OpView) -> str:
 
 
 def _split_equation(node: Node) -> tuple[str, ...]:
-    """Splits an equation into words: one for each operand, and that of the result."""
+    """Splits an einsum equation into words: one for each operand, then that of the result."""
     left, _, right = str(node.attrs.get("equation", "")).replace(" ", "").partition("->")
     return (*left.split(","), right)
 
 
 def _expand_ellipsis(word: str, rank: int) -> str:
-    """Returns the word with one '.' per dimension that '...' stands for."""
+    """Returns the word with '...' replaced by one '.' per dimension that it stands for."""
     head, dots, tail = word.partition("...")
     return head + "." * (rank - len(head) - len(tail)) + tail if dots else word
 
 
 def _list_single_operands(op: OpView) -> str | None:
-    """Names any one operand: a product of one partial operand with replicated ones is partial."""
+    """Lets partial sums pass any one operand: its product with replicated ones is partial."""
     return "|".join(str(i) for i in range(len(op.inputs)))
 
 
 def bias_add(op: OpView) -> str:
-    """data_format"""
+    """Writes the sharding rule of BiasAdd, from ``data_format``."""
     return "b c *, c -> b c *" if str(op.attr("data_format", "NHWC")).startswith("NC") else "* c, c -> * c"
 
 
 def bias_add_grad(op: OpView) -> str:
-    """data_format"""
+    """Writes the sharding rule of BiasAddGrad, from ``data_format``."""
     return "b+ c p*+ -> c" if str(op.attr("data_format", "NHWC")).startswith("NC") else "p*+ c -> c"
 
 
 def sparse_matmul(op: OpView) -> str:
-    """adjoint_b (the entries of the sparse operand can be cut)"""
+    """Writes the sharding rule of SparseTensorDenseMatMul, from ``adjoint_b``.
+
+    The entries of the sparse operand can be sharded, which makes the result a partial sum.
+    """
     return "z+ t^, z+, ., " + ("n k^ -> m^ n" if op.attr("adjoint_b", False) else "k^ n -> m^ n")
 
 

@@ -1,4 +1,6 @@
-"""Matrix decompositions and solvers: batches of matrices are cut, and columns of right-hand sides."""
+"""Defines sharding rules of matrix decompositions and solvers: by batches of matrices, and columns of right-hand
+sides.
+"""
 
 from __future__ import annotations
 
@@ -8,44 +10,44 @@ from whale.sharding_rules.registry import rule
 
 
 def svd(op: OpView) -> str:
-    """compute_uv"""
+    """Writes the sharding rule of Svd, from ``compute_uv``."""
     return "* m^ n^ -> * p^, * a^ b^, * c^ d^" if op.attr("compute_uv", True) else "* m^ n^ -> * p^, =., =."
 
 
 def eigen(op: OpView) -> str:
-    """compute_v"""
+    """Writes the sharding rule of eigenvalue ops, from ``compute_v``."""
     return "* m^ n^ -> * n^, * m^ n^" if op.attr("compute_v", True) else "* m^ n^ -> * n^, =."
 
 
 def _write_diagonal(
     op: OpView, matrix: tuple[int | None, ...] | None, diagonal: tuple[int | None, ...] | None
 ) -> str | None:
-    """Returns the term of the diagonal(s): one, or a band of them."""
+    """Writes the term of one diagonal, or of a band of diagonals; None if a rank is unknown."""
     if matrix is None or diagonal is None:
         return None
     return "* d^" if len(diagonal) < len(matrix) else "* e^ d^"
 
 
 def diag(op: OpView) -> str:
-    """one diagonal or a band"""
+    """Writes the sharding rule of MatrixDiagV3, for one diagonal or a band."""
     part = _write_diagonal(op, op.outputs[0].shape, op.inputs[0].shape)
     return REPLICATED if part is None else f"{part}, ., ., ., . -> * m^ n^"
 
 
 def diag_part(op: OpView) -> str:
-    """one diagonal or a band"""
+    """Writes the sharding rule of MatrixDiagPartV3, for one diagonal or a band."""
     part = _write_diagonal(op, op.inputs[0].shape, op.outputs[0].shape)
     return REPLICATED if part is None else f"* m^ n^, ., . -> {part}"
 
 
 def set_diag(op: OpView) -> str:
-    """one diagonal or a band"""
+    """Writes the sharding rule of MatrixSetDiagV3, for one diagonal or a band."""
     part = _write_diagonal(op, op.inputs[0].shape, op.inputs[1].shape)
     return REPLICATED if part is None else f"* m^ n^, {part}, . -> * m^ n^"
 
 
 def _find_linear_diagonals(op: OpView) -> str | None:
-    """Names the diagonals, which may be partial sums on their own, where the padding is zero."""
+    """Lets partial sums pass the diagonals alone, if the padding value is a constant zero."""
     last = len(op.inputs) - 1
     padding = op.const(last)
     return "0" if padding is not None and not padding.any() else None

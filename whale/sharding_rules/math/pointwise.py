@@ -1,7 +1,7 @@
-"""Rules of elementwise ops: an output element depends on the operands' elements at its place, with NumPy broadcasting.
+"""Defines sharding rules of elementwise ops, with NumPy broadcasting.
 
-``lin``: where the op is linear in some operands, partial sums pass through it. ``mono``: where it does not decrease in
-an operand, P(max) and P(min) do.
+Partial sums pass the operands in which an op is linear (``lin``); partial maxima and minima pass those in which it
+never decreases (``mono``).
 """
 
 from __future__ import annotations
@@ -16,7 +16,10 @@ from whale.sharding_rules.registry import rule
 
 
 def select(op: OpView) -> str:
-    """Select: the condition may be a scalar, a vector over dimension 0, or like the rest."""
+    """Writes the sharding rule of Select, from the shape of the condition.
+
+    The condition is a scalar, a vector over dimension 0, or as large as the other operands.
+    """
     condition, then = op.inputs[0].shape, op.inputs[1].shape
     if condition is None or then is None or len(condition) == len(then):
         return "*, *, * -> *"
@@ -24,7 +27,10 @@ def select(op: OpView) -> str:
 
 
 def bitcast(op: OpView) -> str:
-    """Bitcast: the last dimension comes, goes or stays with the sizes of the types."""
+    """Writes the sharding rule of Bitcast, from the numbers of dimensions.
+
+    A last dimension appears, disappears or stays, depending on the sizes of the two dtypes.
+    """
     before, after = op.inputs[0].shape, op.outputs[0].shape
     if before is None or after is None or len(before) == len(after):
         return "* -> *"
@@ -32,13 +38,13 @@ def bitcast(op: OpView) -> str:
 
 
 def clip_by_value(op: OpView) -> str:
-    """ClipByValue: bounds are scalars or like the operand."""
+    """Writes the sharding rule of ClipByValue, whose bounds are scalars or as large as the operand."""
     bounds = [t.shape for t in op.inputs[1:]]
     return "*, ., . -> *" if all(b == () for b in bounds) else "*, *, * -> *"
 
 
 def quantise_range(op: OpView) -> str:
-    """whether the range is given (else it is found in all the data) and for the whole tensor"""
+    """Writes the sharding rule of QuantizeAndDequantize: shardable if one range is given for the whole tensor."""
     if int(op.attr("axis", -1)) != -1:
         return REPLICATED
     more = ", ." * (len(op.inputs) - 3)
@@ -46,7 +52,7 @@ def quantise_range(op: OpView) -> str:
 
 
 _NOT_LINEAR = (
-    # One operand, never decreasing, defined everywhere (a part of a maximum may be any smaller number).
+    # One operand, never decreasing, and defined everywhere, since a partial maximum may be any smaller number.
     rule(
         "Relu Relu6 Elu Selu LeakyRelu Softplus Softsign Sigmoid Tanh Exp Expm1 Sinh Asinh Atan Erf Floor Ceil Rint "
         "Round Sign",
@@ -101,34 +107,39 @@ _NOT_LINEAR = (
 
 
 def _cast_is_linear(op: OpView) -> str | None:
-    """Lets P(sum) pass a Cast between floating types: integers truncate; rounding for sending comes after the sum."""
+    """Lets partial sums pass a Cast between floating types.
+
+    Casts to integers truncate. A Cast that rounds for sending must come after the sum.
+    """
     if op.marks.rounds_for_wire:
         return None
     return "0" if op.inputs[0].dtype in FLOATING and op.outputs[0].dtype in FLOATING else None
 
 
 def _cast_is_monotone(op: OpView) -> str | None:
-    """Lets P(max) pass a Cast that keeps order: to floating types, and from bool."""
+    """Lets partial maxima and minima pass a Cast that keeps the order: to floating types, and from bool."""
     return "0" if op.outputs[0].dtype in FLOATING or op.inputs[0].dtype == "bool" else None
 
 
 def _div_is_linear(op: OpView) -> str | None:
-    """Lets P(sum) pass a division's numerator where the division does not round."""
+    """Lets partial sums pass the numerator of a division that does not round: of floating type."""
     return "0" if op.outputs[0].dtype in FLOATING else None
 
 
 def _add_line(op: OpView) -> str | None:
-    """Lets P(sum) pass an addition of which all operands are partial; strings concatenate instead."""
+    """Lets partial sums pass an addition if both operands are partial; not for strings, which are concatenated."""
     return None if op.outputs[0].dtype == "string" else "0&1"
 
 
 def _find_no_known_outputs(op: OpView, strategy: Strategy, coordinate: int) -> tuple[np.ndarray | None, ...]:
-    """Returns no known outputs: each output has its own layout, and an empty one says nothing about the others."""
+    """Returns no known output for IdentityN: each operand has its own placement, so an empty one tells nothing of
+    others.
+    """
     return (None,) * len(op.outputs)
 
 
 def _set_asserted_shape(op: OpView, strategy: Strategy, coordinate: int) -> Local:
-    """Sets the asserted shape, a global attribute, to the local one."""
+    """Sets the attribute with the asserted global shape to the local shape."""
     placement, shape = strategy.outputs[0], op.attr("shape")
     if not isinstance(placement, Shard) or not isinstance(shape, Shape) or shape.dims is None:
         return UNCHANGED

@@ -1,8 +1,9 @@
-"""Random ops: one stream for the whole program, so every rank draws all of it, or the first rank draws and sends.
+"""Defines sharding rules of random ops.
 
-Where that is asked for, each rank draws the rows that it holds from a stream of its own: the program's seed, moved by
-a multiple of a large odd number (the golden ratio's fraction, Knuth, TAOCP vol. 3, section 6.4), so that the streams of
-programs with seeds 0, 1, 2, ... stay apart. Rank 0's is the program's.
+By default a program has one random stream: every rank draws all of it, or the first rank draws and sends it. On request
+each rank draws its own rows from a stream of its own. Its seed is the program's seed plus the rank times a large odd
+number (the golden ratio's fraction, Knuth, TAOCP vol. 3, section 6.4), so that the streams of programs with seeds 0, 1,
+2, ... do not coincide. Rank 0 uses the program's seed.
 
 Decision: 0019.
 """
@@ -21,12 +22,12 @@ _GOLDEN = {32: 0x9E3779B1, 64: 0x9E3779B97F4A7C15}
 
 
 def random_op(op: OpView) -> str:
-    """whether there is a seed: then all ranks draw the same"""
+    """Writes the sharding rule of a random op: replicated with a seed, as all ranks draw alike, else first rank."""
     return REPLICATED if op.attr("seed", 0) or op.attr("seed2", 0) else FIRST_RANK
 
 
 def set_rank_seed(op: OpView, strategy: Strategy, coordinate: int) -> Local:
-    """Gives each rank another seed attribute; without any seed each rank draws as it likes."""
+    """Gives each rank another ``seed2`` attribute; an op without seeds draws differently on each rank anyway."""
     seeds = op.attr("seed", 0), op.attr("seed2", 0)
     if not _is_divided(strategy) or coordinate == 0 or seeds == (0, 0):
         return UNCHANGED

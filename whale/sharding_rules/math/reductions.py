@@ -1,4 +1,6 @@
-"""Reductions: over a cut dimension each rank reduces its share, and the result is partial."""
+"""Defines sharding rules of reductions: each rank reduces its shard of a reduced dimension, and the result is
+partial.
+"""
 
 from __future__ import annotations
 
@@ -20,14 +22,14 @@ from whale.sharding_rules.registry import rule
 
 
 def _find_reduced_dims(op: OpView) -> set[int] | None:
-    """Returns the dimensions that are reduced; None if that cannot be known."""
+    """Returns the dimensions that are reduced; None if that is unknown."""
     shape, axes = op.inputs[0].shape, read_constant(op, 1)
     if shape is None:
         return None
     if axes is not None:
         return {a % len(shape) for a in axes} if shape else set()
     if op.attr("keep_dims", False):
-        # Sizes tell: a dimension that is 1 after but not before was reduced; 1 before is reduced or not alike.
+        # The sizes tell: a dimension whose size became 1 was reduced. For a size of 1 before, it makes no difference.
         after = op.outputs[0].shape
         if after is None or None in shape or None in after:
             return None
@@ -48,29 +50,31 @@ def _write_line(op: OpView, flag: str) -> str:
 
 
 def reduction(op: OpView) -> str:
-    """the reduced axes (constant, or told by the shapes) and keep_dims"""
+    """Writes the sharding rule of a reduction, from the axes (constant, or told by the shapes) and ``keep_dims``."""
     return _write_line(op, "+")
 
 
 def mean(op: OpView) -> str:
-    """the reduced axes, keep_dims, and whether the count is static and the type floating"""
+    """Writes the sharding rule of Mean: reduced axes of static size can be sharded if the type is floating."""
     reduced, shape = _find_reduced_dims(op), op.inputs[0].shape
     known = reduced is not None and shape is not None and all(shape[i] is not None for i in reduced)
     return _write_line(op, "+" if known and op.outputs[0].dtype in FLOATING else "^")
 
 
 def _mean_is_linear(op: OpView) -> str | None:
-    """Lets P(sum) pass a floating mean; integer means round."""
+    """Lets partial sums pass a floating mean; an integer mean rounds."""
     return "0" if op.outputs[0].dtype in FLOATING else None
 
 
 def frozen_reduction(op: OpView) -> str:
-    """the reduced axes, which cannot be cut"""
+    """Writes the sharding rule of a reduction whose reduced axes cannot be sharded."""
     return _write_line(op, "^")
 
 
 def _compute_mean_as_sum(op: OpView, strategy: Strategy, coordinate: int) -> Local:
-    """Turns a mean over a cut dimension into a sum divided by the global count (an empty share has no mean)."""
+    """Turns a Mean over a sharded dimension into a Sum divided by the global count, since an empty shard has no
+    mean.
+    """
     if not (isinstance(strategy.outputs[0], Partial) and isinstance(strategy.inputs[0], Shard)):
         return UNCHANGED
     count = 1
@@ -80,14 +84,12 @@ def _compute_mean_as_sum(op: OpView, strategy: Strategy, coordinate: int) -> Loc
 
 
 def _pass_without_axes(op: OpView) -> str | None:
-    """Lets partial results pass a reduction without axes, where every element is its own maximum, minimum or
-    product.
-    """
+    """Lets partial sums pass a reduction that reduces no axis, and so returns its operand."""
     return "0" if _find_reduced_dims(op) == set() else None
 
 
 def arg_reduction(op: OpView) -> str:
-    """the reduced axis, which cannot be cut"""
+    """Writes the sharding rule of ArgMax and ArgMin: all axes but the reduced one can be sharded."""
     shape, axes = op.inputs[0].shape, read_constant(op, 1)
     if shape is None or axes is None:
         return REPLICATED
@@ -97,7 +99,7 @@ def arg_reduction(op: OpView) -> str:
 
 
 def cumulative(op: OpView) -> str:
-    """the axis, which is whole"""
+    """Writes the sharding rule of a cumulative op: all axes but its own can be sharded."""
     before = op.inputs[0].shape
     at = None if before is None else read_axis(op, 1, len(before))
     if before is None or at is None:
@@ -107,7 +109,7 @@ def cumulative(op: OpView) -> str:
 
 
 def approximate_top_k(op: OpView) -> str:
-    """reduction_dimension, which is whole"""
+    """Writes the sharding rule of ApproxTopK: all axes but ``reduction_dimension`` can be sharded."""
     before = op.inputs[0].shape
     if before is None:
         return REPLICATED

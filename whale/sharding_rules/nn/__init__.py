@@ -1,1 +1,3 @@
-"""Rules of neural networks' ops: convolutions, pooling, normalisation, recurrent kernels, losses."""
+"""Defines sharding rules of neural networks' ops: convolutions, pooling, normalisation, attention, recurrent kernels,
+losses.
+"""

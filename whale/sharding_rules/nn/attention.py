@@ -1,8 +1,8 @@
-"""Rules of attention as one operation, and of its gradient: queries, keys and values are split along the sequence.
+"""Defines sharding rules of attention as one op, and of its gradient: queries, keys and values are sharded by sequence.
 
-These nodes are made of a program's attention for one axis (``whale.passes.normalize.attention_as_one``), and what a
-rank runs in their place exchanges blocks of keys and values (``whale.partition.ring_attention``): no rank's kernel is
-one of theirs.
+A pass turns a program's attention into these nodes, for one mesh axis (``whale.passes.normalize.attention_as_one``).
+They have no kernel: on a rank they become nodes that exchange blocks of keys and values
+(``whale.partition.ring_attention``).
 """
 
 from __future__ import annotations
@@ -19,22 +19,30 @@ _BEFORE_SIDES = {ATTENTION: 3, ATTENTION_GRADIENT: 6}
 
 
 def has_queries(shape: Dims | None, scores: tuple[int, ...]) -> bool:
-    """Tells whether a tensor that broadcasts over scores [.., queries, keys] varies over queries."""
+    """Returns True if a tensor that broadcasts over ``scores`` [.., queries, keys] differs between queries.
+
+    Args:
+      shape: shape of the tensor; None if its rank is unknown.
+      scores: shape of the scores.
+    """
     return shape is not None and len(shape) >= 2 and shape[-2] == scores[-2]
 
 
 def has_keys(shape: Dims | None, scores: tuple[int, ...]) -> bool:
-    """Tells whether a tensor that broadcasts over scores varies over keys."""
+    """Returns True if a tensor that broadcasts over ``scores`` [.., queries, keys] differs between keys."""
     return shape is not None and len(shape) >= 1 and shape[-1] == scores[-1]
 
 
 def count_leading_operands(node: Node) -> int:
-    """Returns the number of operands before those that scale and mask scores."""
+    """Returns the number of operands before the side operands, which scale and mask scores."""
     return _BEFORE_SIDES[node.op]
 
 
 def count_ring_bytes(program: Program, node: Node, strategy: Strategy) -> int:
-    """Returns the bytes sent in total: keys and values to every other rank, and their gradients back."""
+    """Returns the bytes that all ranks send for an attention op: keys and values to every other rank.
+
+    A gradient sends as many bytes again, for the gradients of keys and values; an op that is not sharded sends none.
+    """
     if not isinstance(strategy.inputs[0], Shard):
         return 0
     times = 1 if node.op == ATTENTION else 2
@@ -42,7 +50,7 @@ def count_ring_bytes(program: Program, node: Node, strategy: Strategy) -> int:
 
 
 def attention(op: OpView) -> str:
-    """the sequence, in queries, keys, values and what belongs to each query"""
+    """Writes the sharding rule of attention, from the sequence dimension of queries, keys, values and side operands."""
     query, key, value, result = op.attr("dims")
     inputs = [
         _write_sequence_term(op.inputs[0], query, "q"),
@@ -71,7 +79,7 @@ def attention(op: OpView) -> str:
 
 
 def _write_sequence_term(t: TensorType, at: int | None, stem: str) -> str:
-    """Writes a term in which dimension ``at`` is the sequence and nothing else can be cut."""
+    """Writes a term in which only dimension ``at``, the sequence, can be sharded; None: no dimension can."""
     labels = [f"{x}^" for x in make_labels(stem, len(t.shape or ()))]
     if at is not None:
         labels[at] = "s"

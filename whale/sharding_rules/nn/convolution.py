@@ -1,4 +1,5 @@
-"""Convolutions and their gradients: cut by batch, by channels, and by rows and columns (`halo.py`).
+"""Defines sharding rules of convolutions and their gradients: by batch, by channels, and by rows and columns with
+halos.
 
 Decision: 0037.
 """
@@ -14,16 +15,24 @@ from whale.sharding_rules.base import UNCHANGED, Local, OpView, Strategy, make_l
 from whale.sharding_rules.registry import rule
 
 
-# Rules of convolutions over divided rows or columns: an operand also has its neighbours' adjacent rows
-# (``Shard.halo``).
+# Convolutions whose rows or columns are sharded: an operand also holds its neighbours' adjacent rows (``Shard.halo``).
 #
-# A rank computes the results whose windows begin in its own rows. Forward, and for the filter's gradient, it needs the
-# image's rows that these windows reach; for the image's gradient, the incoming gradients of all windows that reach its
-# own rows. Each operand is brought so by a reshard; the rank's node has explicit padding, which is that of the program
-# at the image's edges, and none where neighbours' rows are.
+# A rank computes the results whose windows begin in its own rows. In the forward pass, and for the filter's gradient,
+# it needs the image's rows that these windows read; for the image's gradient, the incoming gradients of all windows
+# that read its own rows. A reshard adds the halo to the operand. The rank's node has explicit padding: that of the
+# program at the image's edges, and none where it holds neighbours' rows.
 @dataclass(frozen=True, slots=True)
 class _Axis:
-    """One spatial dimension: its number, its size in the image, reach of a window, step, padding before and after."""
+    """Represents one spatial dimension of a convolution.
+
+    Attributes:
+      dim: number of the dimension in the image.
+      size: its size in the image.
+      reach: number of image positions from the first to the last one that a window reads, with dilation.
+      step: distance of neighbouring windows.
+      before: padding before the image.
+      after: padding after the image.
+    """
 
     dim: int
     size: int
@@ -41,7 +50,7 @@ def _find_shapes(op: OpView) -> tuple[Dims | None, Dims | None]:
 
 
 def _find_axes(op: OpView) -> list[_Axis]:
-    """Returns the spatial dimensions, padded as SAME says; none where sizes are unknown."""
+    """Returns the two spatial dimensions, with the padding of SAME; [] if sizes are unknown."""
     image, kernel = _find_shapes(op)
     first = 2 if str(op.attr("data_format", "NHWC")).startswith("NC") else 1
     if image is None or kernel is None:
@@ -59,7 +68,7 @@ def _find_axes(op: OpView) -> list[_Axis]:
 
 
 def _find_crossed_axis(op: OpView, strategy: Strategy) -> _Axis | None:
-    """Returns the divided dimension in which windows overlap neighbouring parts, or None."""
+    """Returns the sharded spatial dimension in which windows reach into neighbouring shards; None if there is none."""
     if op.attr("padding") != "SAME":
         return None
     cut = {p.dim for p in (*strategy.inputs, *strategy.outputs) if isinstance(p, Shard)}
@@ -78,13 +87,15 @@ def _widen(strategy: Strategy, i: int, halo: tuple[int, int]) -> Strategy | None
 
 
 def widen_image(op: OpView, strategy: Strategy) -> Strategy | None:
-    """Adds a halo to the image (operand 0): the rows that windows of the rank's own results read."""
+    """Adds a halo to the image (operand 0): the neighbours' rows that windows of the rank's own results read."""
     axis = _find_crossed_axis(op, strategy)
     return strategy if axis is None else _widen(strategy, 0, (axis.before, axis.reach - axis.step - axis.before))
 
 
 def widen_gradient(op: OpView, strategy: Strategy) -> Strategy | None:
-    """Adds a halo to the incoming gradient (operand 2): that of all windows that read the rank's own rows."""
+    """Adds a halo to the incoming gradient (operand 2): that of the neighbours' windows that read the rank's own
+    rows.
+    """
     axis = _find_crossed_axis(op, strategy)
     if axis is None:
         return strategy
@@ -93,7 +104,7 @@ def widen_gradient(op: OpView, strategy: Strategy) -> Strategy | None:
 
 
 def make_padding_explicit(op: OpView, strategy: Strategy, coordinate: int) -> Local:
-    """Makes the padding explicit, relative to the rank's part of the image."""
+    """Replaces SAME padding by explicit one for the rank's shard: none where it has neighbours' rows."""
     axis = _find_crossed_axis(op, strategy)
     if axis is None:
         return UNCHANGED
@@ -119,10 +130,13 @@ def make_padding_explicit(op: OpView, strategy: Strategy, coordinate: int) -> Lo
 def write_image_term(
     op: OpView, spatial: str | Sequence[str], channels: str, batch: str = "b", default: str = "NHWC"
 ) -> str:
-    """Writes the term of an image-like tensor: batch, spatial dimensions, channels, in the op's data format.
+    """Writes the term of an image-like tensor in the op's data format: batch, spatial dimensions, channels.
 
     Args:
-      spatial: the items of the spatial dimensions, or a prefix for the names of frozen ones.
+      spatial: an item for each spatial dimension; or a prefix for labels with the flag ``^``.
+      channels: the item of the channels.
+      batch: the item of the batch.
+      default: the data format if the op has no such attribute.
     """
     layout = str(op.attr("data_format", default))
     count = len(layout) - 2
@@ -137,7 +151,12 @@ def _find_channel_dim(op: OpView, rank: int) -> int:
 
 
 def _is_grouped(op: OpView, image_operand: int | None, filter_depth: int | None) -> bool:
-    """Tells whether the filter sees only a group of the input's channels (or that cannot be known)."""
+    """Returns True if each filter reads only a group of the image's channels, or if that is unknown.
+
+    Args:
+      image_operand: number of the operand with the image; None: output 0 has it.
+      filter_depth: number of channels that a filter reads.
+    """
     kind = op.outputs[0] if image_operand is None else op.inputs[image_operand]
     if kind.shape is None or filter_depth is None:
         return True
@@ -145,8 +164,9 @@ def _is_grouped(op: OpView, image_operand: int | None, filter_depth: int | None)
 
 
 def _write_group_dims(filter_shape: tuple[int | None, ...] | None, channels: int | None) -> tuple[str, str]:
-    """Writes the channel dimensions, in and out, of a grouped convolution: whole groups can be cut, if sizes
-    are known.
+    """Writes the (input, output) channel dimensions of a grouped convolution, which can be sharded in whole groups.
+
+    They cannot be sharded if sizes are unknown.
     """
     depth, out = (None, None) if filter_shape is None else filter_shape[-2:]
     if channels is None or not depth or out is None or channels % depth or out % (channels // depth):
@@ -169,10 +189,14 @@ def _write_kernel_term(count: int, tail: str) -> str:
 def _write_spatial_dims(
     op: OpView, image: TensorType, kernel: TensorType, count: int, flag: str = ""
 ) -> tuple[list[str], list[str]]:
-    """Writes the spatial dimensions before and after the convolution, cut together where the step divides them.
+    """Writes the spatial dimensions (before, after) the convolution, which are sharded together if the step divides
+    them.
 
     Args:
-      flag: "+" where the result sums over them.
+      image: type of the image.
+      kernel: type of the filter.
+      count: number of spatial dimensions.
+      flag: "+" if the result sums over them.
     """
     first = 2 if str(op.attr("data_format", "NHWC")).startswith("NC") else 1
     before, after = [f"x{i}^" for i in range(count)], [f"y{i}^" for i in range(count)]
@@ -184,7 +208,7 @@ def _write_spatial_dims(
         return before, after
     reach = [(size - 1) * gap + 1 for size, gap in zip(kernel.shape, apart)]  # type: ignore[operator]
     if count == 2 and op.attr("padding") == "SAME":
-        reach = [min(size, step) for size, step in zip(reach, steps)]  # what is missing comes from neighbours
+        reach = [min(size, step) for size, step in zip(reach, steps)]  # a halo supplies what windows read beyond
     for i, found in enumerate(write_windows(image.shape[first : first + count], reach, steps)):
         if found is not None:
             before[i], after[i] = found.replace(f"s{i}", f"s{i}{flag}"), f"s{i}{flag}"
@@ -192,11 +216,11 @@ def _write_spatial_dims(
 
 
 def make_forward_spec(count: int) -> Callable[[OpView], str]:
-    """Returns the spec of a convolution over ``count`` spatial dimensions."""
+    """Returns a function that writes the line of a convolution over ``count`` spatial dimensions."""
     default = "NDHWC" if count == 3 else "NHWC"
 
     def convolution(op: OpView) -> str:
-        """data_format and groups"""
+        """Writes the sharding rule of a convolution, from ``data_format`` and groups of channels."""
         if _is_grouped(op, 0, _find_filter_depth(op.inputs[1].shape)):
             c, o = _write_group_dims(op.inputs[1].shape, _count_channels(op, op.inputs[0]))
             before, kernel, after = c, f"i^ {o}", o
@@ -213,13 +237,16 @@ def make_forward_spec(count: int) -> Callable[[OpView], str]:
 
 
 def make_input_gradient_spec(count: int, like: bool = False) -> Callable[[OpView], str]:
-    """Returns the spec of the gradient for the input; ``like``: operand 0 is the input itself, of which only the shape
-    matters.
+    """Returns a function that writes the line of a convolution's gradient for its image.
+
+    Args:
+      count: number of spatial dimensions.
+      like: True if operand 0 is the image itself, of which only the shape matters; False: it is the shape.
     """
     default = "NDHWC" if count == 3 else "NHWC"
 
     def convolution_input_gradient(op: OpView) -> str:
-        """data_format and groups"""
+        """Writes the sharding rule of a convolution's image gradient, from ``data_format`` and groups of channels."""
         grouped = _is_grouped(op, None, _find_filter_depth(op.inputs[1].shape))
         i, o = _write_group_dims(op.inputs[1].shape, _count_channels(op, op.outputs[0])) if grouped else ("i", "o+")
         rows = _write_spatial_dims(op, op.outputs[0], op.inputs[1], count)
@@ -232,13 +259,16 @@ def make_input_gradient_spec(count: int, like: bool = False) -> Callable[[OpView
 
 
 def make_filter_gradient_spec(count: int, like: bool = False) -> Callable[[OpView], str]:
-    """Returns the spec of the gradient for the filter; ``like``: operand 1 is the filter itself, of which only the
-    shape matters.
+    """Returns a function that writes the line of a convolution's gradient for its filter.
+
+    Args:
+      count: number of spatial dimensions.
+      like: True if operand 1 is the filter itself, of which only the shape matters; False: it is the shape.
     """
     default = "NDHWC" if count == 3 else "NHWC"
 
     def convolution_filter_gradient(op: OpView) -> str:
-        """data_format and groups"""
+        """Writes the sharding rule of a convolution's filter gradient, from ``data_format`` and groups of channels."""
         grouped = _is_grouped(op, 0, _find_filter_depth(op.outputs[0].shape))
         i, o = _write_group_dims(op.outputs[0].shape, _count_channels(op, op.inputs[0])) if grouped else ("i", "o")
         result = _write_kernel_term(count, f"i^ {o}" if grouped else "i o")
@@ -251,26 +281,26 @@ def make_filter_gradient_spec(count: int, like: bool = False) -> Callable[[OpVie
 
 
 def depthwise(op: OpView) -> str:
-    """data_format"""
+    """Writes the sharding rule of DepthwiseConv2dNative, from ``data_format``."""
     before, after = _write_spatial_dims(op, op.inputs[0], op.inputs[1], 2)
     return f"{write_image_term(op, before, 'c')}, k0^ k1^ c m^ -> {write_image_term(op, after, '(c m^)')}"
 
 
 def depthwise_input_gradient(op: OpView) -> str:
-    """data_format"""
+    """Writes the sharding rule of a depthwise convolution's image gradient, from ``data_format``."""
     before, after = _write_spatial_dims(op, op.outputs[0], op.inputs[1], 2)
     return f"[out0], k0^ k1^ c m^, {write_image_term(op, after, '(c m^)')} -> {write_image_term(op, before, 'c')}"
 
 
 def depthwise_filter_gradient(op: OpView) -> str:
-    """data_format"""
+    """Writes the sharding rule of a depthwise convolution's filter gradient, from ``data_format``."""
     before, after = _write_spatial_dims(op, op.inputs[0], op.outputs[0], 2, "+")
     x, y = write_image_term(op, before, "c", "b+"), write_image_term(op, after, "(c m^)", "b+")
     return f"{x}, [out0], {y} -> k0^ k1^ c m^"
 
 
 def general_convolution(op: OpView) -> str:
-    """rank, batch_dims and channels_last of the general Conv"""
+    """Writes the sharding rule of Conv, from the rank, the number of batch dimensions and ``data_format``."""
     shape, kernel = op.inputs[0].shape, op.inputs[1].shape
     if shape is None or kernel is None:
         return "replicated"

@@ -1,4 +1,4 @@
-"""Losses over classes: examples are cut, the classes stay whole (the split-class form is decomposed elsewhere)."""
+"""Defines sharding rules of losses over classes: by examples. To shard the classes, the op is decomposed elsewhere."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from whale.sharding_rules.registry import rule
 
 
 def softmax_loss(op: OpView) -> str:
-    """whether logits and labels broadcast"""
+    """Writes the sharding rule of SoftmaxCrossEntropyWithLogits, from whether logits and labels broadcast."""
     a, b = op.inputs[0].shape, op.inputs[1].shape
     if a is None or b is None or a == b:
         return "b c^, b c^ -> b, b c^"

@@ -1,5 +1,7 @@
-"""Rules of normalisations. Training batch norm is cut by channels: its statistics are over the whole batch (the form
-that is cut by batch is decomposed elsewhere), or each rank's own.
+"""Defines sharding rules of normalisations.
+
+Training batch norm can be sharded by channels, as its statistics are over the whole batch. To shard it by rows, it is
+decomposed elsewhere, or each rank takes the statistics of its own rows (``make_per_rank_moments``).
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from whale.sharding_rules.registry import rule
 
 
 def _write_channels_term(op: OpView, i: int, c: str) -> str:
-    """Returns the notation's term for operand ``i``, which has one element per channel: "." if the operand is empty."""
+    """Writes the term of operand ``i``, which has one element per channel: ``c``, or "." if the operand is empty."""
     shape = op.inputs[i].shape
     return "." if shape == (0,) else c
 
@@ -23,40 +25,43 @@ def _write_default_line(op: OpView) -> str:
 
 
 def fused_batch_norm(op: OpView) -> str:
-    """is_training, data_format"""
+    """Writes the sharding rule of FusedBatchNorm, from ``is_training`` and ``data_format``."""
     training = op.attr("is_training", True)
     unread = "~" if training and float(op.attr("exponential_avg_factor", 1.0)) == 1.0 else ""
     x = _write_image_term(op, "b^" if training else "b")
     moments = ", ".join(unread + _write_channels_term(op, i, "c") for i in (3, 4))
     outs = ["=c"] * 4
     if len(op.outputs) == 6:
-        outs.append("=c" if op.outputs[5].shape is None else "=.")  # opaque: what a channel's gradient needs again
+        outs.append("=c" if op.outputs[5].shape is None else "=.")  # opaque reserve space, which the gradient reads
     return f"{x}, c, c, {moments} -> {x}, {', '.join(outs)}"
 
 
 def _write_image_term(op: OpView, batch: str) -> str:
-    """Writes the term of an image whose rows, columns and batch are cut alike."""
+    """Writes the term of an image whose spatial dimensions have the same flag as its batch."""
     default = _write_default_line(op)
     places = [f"s{i}{batch[1:]}" for i in range(len(str(op.attr("data_format", default))) - 2)]
     return write_image_term(op, places, "c", batch, default)
 
 
 def _is_linear(op: OpView) -> str:
-    """Lets P(sum) pass scale and offset; with given statistics also image, mean and offset, and the mean is
-    returned.
+    """Lets partial sums pass batch norm's scale and offset.
+
+    In inference, they also pass image, mean and offset together, of which outputs 0, 1 and 3 then are partial.
     """
     return "1&2" if op.attr("is_training", True) else "1&2|0&2&3>0&1&3"
 
 
 def _grad_is_linear(op: OpView) -> str:
-    """Lets P(sum) pass the incoming gradient, and the scale, on which only the first result depends; with given
-    statistics the second result is linear in image and mean.
+    """Lets partial sums pass the incoming gradient of batch norm, and the scale, on which only the first result
+    depends.
+
+    In inference the second result is linear in image and mean as well.
     """
     return "0|2>0" if op.attr("is_training", True) else "0|2>0|1&3>1|1&2&3>0&1"
 
 
 def fused_batch_norm_grad(op: OpView) -> str:
-    """is_training, data_format"""
+    """Writes the sharding rule of FusedBatchNormGrad, from ``is_training`` and ``data_format``."""
     training = op.attr("is_training", True)
     x = _write_image_term(op, "b^" if training else "b+")
     reserve = [_write_channels_term(op, i, "c") for i in (3, 4)]
@@ -66,8 +71,14 @@ def fused_batch_norm_grad(op: OpView) -> str:
 
 
 def make_per_rank_moments(op: OpView, rows: Placement) -> Strategy | None:
-    """Returns the strategy of a training batch norm, or of its gradient, with statistics of each rank's rows; None for
-    other ops.
+    """Returns the strategy by which a training batch norm, or its gradient, takes the statistics of each rank's own
+    rows.
+
+    Args:
+      rows: placement of the image; its dimension 0 has to be sharded.
+
+    Returns:
+      the strategy; None for other ops, other placements, or in inference.
     """
     if not op.attr("is_training", True) or not isinstance(rows, Shard) or rows.dim != 0 or not rows.run:
         return None

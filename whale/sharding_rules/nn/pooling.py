@@ -1,4 +1,7 @@
-"""Pooling and its gradients: cut by batch and channels, and by rows and columns where windows do not overlap."""
+"""Defines sharding rules of pooling, resizing and other image ops, and of their gradients.
+
+They can be sharded by batch and channels; pooling also by rows and columns if windows do not overlap.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +15,12 @@ _RESIZE = "b h^ w^ c, . -> b y^ x^ c"
 
 
 def _write_pooled_dims(op: OpView, image: Dims | None, operand: int | None) -> tuple[list[str], list[str]]:
-    """Writes an image's dimensions before and after the pooling; they are cut together where windows do not overlap.
+    """Writes an image's dimensions (before, after) the pooling; they are sharded together if windows do not overlap.
 
     Args:
-      operand: number of the operand that holds the window's size, before that of the steps; None: attributes do.
+      image: shape of the image before the pooling.
+      operand: number of the operand with the window's size, which the one with the steps follows; None: both are
+        attributes.
     """
     window = list(op.attr("ksize", ())) if operand is None else read_constant(op, operand)
     steps = list(op.attr("strides", ())) if operand is None else read_constant(op, operand + 1)
@@ -31,13 +36,18 @@ def _write_pooled_dims(op: OpView, image: Dims | None, operand: int | None) -> t
 
 
 def make_pool_spec(before: str, after: str, window: int | None = None) -> Callable[[OpView], str]:
-    """Returns the spec whose terms are images before (x) or after (y) the pooling; ``window``: operand that holds its
-    size.
+    """Returns a function that writes the line of a pooling op or its gradient.
+
+    Args:
+      before: the operands, separated by commas: x has the shape of the image before the pooling, y the shape after it;
+        other words are terms of the notation.
+      after: x or y, for the result.
+      window: number of the operand with the window's size; None: it is an attribute.
     """
     operands = [w.strip() for w in before.split(",")]
 
     def pooling(op: OpView) -> str:
-        """the window and its steps"""
+        """Writes the sharding rule of a pooling op, from the window and its steps."""
         image = op.inputs[operands.index("x")] if "x" in operands else op.outputs[0]
         words = dict(zip("xy", map(write_term, _write_pooled_dims(op, image.shape, window))))
         return f"{', '.join(words.get(w, w) for w in operands)} -> {words[after]}"
@@ -46,12 +56,17 @@ def make_pool_spec(before: str, after: str, window: int | None = None) -> Callab
 
 
 def make_argmax_pool_spec(before: str, after: str) -> Callable[[OpView], str]:
-    """Returns the spec of pooling with flat indices, which count channels, and the batch if
-    ``include_batch_in_index``.
+    """Returns a function that writes the line of pooling with argmax, or of its gradient.
+
+    The flat indices count channels, so these cannot be sharded; nor can the batch with ``include_batch_in_index``.
+
+    Args:
+      before: the operands, separated by commas: x has the shape of the image before the pooling, y the shape after it.
+      after: likewise the results.
     """
 
     def pooling_with_argmax(op: OpView) -> str:
-        """include_batch_in_index"""
+        """Writes the sharding rule of pooling with argmax, from ``include_batch_in_index``."""
         batch = "b^" if op.attr("include_batch_in_index", False) else "b"
         words = {"x": f"{batch} h^ w^ c^", "y": f"{batch} y^ z^ c^"}
         write = lambda text: ", ".join(words[w.strip()] for w in text.split(","))  # noqa: E731
@@ -61,19 +76,21 @@ def make_argmax_pool_spec(before: str, after: str) -> Callable[[OpView], str]:
 
 
 def projective(op: OpView) -> str:
-    """one transform for all images, or one each"""
+    """Writes the sharding rule of ImageProjectiveTransform, from whether all images share one transform."""
     shared = op.inputs[1].shape is not None and op.inputs[1].shape[0] == 1 and op.inputs[0].shape != op.inputs[1].shape
     more = ", ." * (len(op.inputs) - 2)
     return f"b h^ w^ c, {'1' if shared else 'b'} k^{more} -> b y^ x^ c"
 
 
 def _crop_is_linear(op: OpView) -> str | None:
-    """Lets P(sum) pass the image unless what lies outside it is filled with a constant."""
+    """Lets partial sums pass the image of CropAndResize, unless a constant other than 0 fills what lies outside of
+    it.
+    """
     return None if float(op.attr("extrapolation_value", 0.0)) else "0"
 
 
 def _is_linear_with_fill(op: OpView) -> str:
-    """Lets P(sum) pass the image, together with the fill value where that is an operand."""
+    """Lets partial sums pass the image of a transform, together with the fill value if it is used."""
     return "0&3" if op.attr("fill_mode", "CONSTANT") == "CONSTANT" else "0"
 
 

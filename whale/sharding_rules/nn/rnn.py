@@ -1,7 +1,7 @@
-"""Recurrent kernels: cut by batch; the gradients of weights are then partial sums.
+"""Defines sharding rules of recurrent kernels: by batch, in which case the gradients of weights are partial sums.
 
-A cuDNN reserve space is opaque and belongs to the share that made it: it is written as cut by batch, so it can only be
-handed to a gradient that is cut the same way.
+A cuDNN reserve space is opaque, and belongs to the shard of the batch that made it. Its term says that it is sharded by
+batch, so that only a gradient that is sharded in the same way can take it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,11 @@ from whale.sharding_rules.registry import rule
 
 
 def _write_terms(op: OpView, flag: str) -> tuple[str, str, str]:
-    """Writes the terms of the sequence in, the sequence out and the state."""
+    """Writes the terms of the (input sequence, output sequence, state).
+
+    Args:
+      flag: flag of the batch: "+" in gradients, where weights' gradients become partial.
+    """
     b = f"b{flag}"
     if op.attr("time_major", True):
         return f"t^ {b} i^", f"t^ {b} o^", f"l^ {b} u^"
@@ -24,7 +28,10 @@ def _draws_random_numbers(op: OpView) -> bool:
 
 
 def cudnn(op: OpView) -> str:
-    """time_major; with dropout it draws random numbers"""
+    """Writes the sharding rule of CudnnRNN, from ``time_major``.
+
+    With dropout it draws random numbers, and runs on the first rank only.
+    """
     if _draws_random_numbers(op):
         return FIRST_RANK
     x, y, h = _write_terms(op, "")
@@ -36,7 +43,10 @@ def cudnn(op: OpView) -> str:
 
 
 def cudnn_gradient(op: OpView) -> str:
-    """time_major; with dropout it repeats the draws of the forward op"""
+    """Writes the sharding rule of CudnnRNNBackprop, from ``time_major``.
+
+    With dropout it repeats the random numbers of the forward op, and runs on the first rank only.
+    """
     if _draws_random_numbers(op):
         return FIRST_RANK
     x, y, h = _write_terms(op, "+")

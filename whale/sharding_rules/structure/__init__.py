@@ -1,3 +1,3 @@
-"""Defines rules of ops that rearrange or store elements: shapes, slices, gathers, variables, lists, sources and
+"""Defines sharding rules of ops that rearrange or store elements: shapes, slices, gathers, variables, lists, sources,
 sinks.
 """

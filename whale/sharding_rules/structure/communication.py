@@ -1,4 +1,5 @@
-"""Defines rules of communication over one mesh axis, seen from another axis: each coordinate communicates its own part.
+"""Defines sharding rules of communication ops of one mesh axis, for another axis: each coordinate communicates its
+shard.
 
 These nodes occur in programs that are already lowered for one axis. Operand 0 is the communicator.
 """
@@ -14,17 +15,17 @@ from whale.sharding_rules.registry import rule
 
 
 def reduction(op: OpView) -> str:
-    """the number of tensors that travel together: one can be cut anywhere"""
+    """Writes the sharding rule of all-reduce: a single tensor can be sharded anywhere, fused ones cannot."""
     return "., * -> *" if len(op.inputs) == 2 else REPLICATED
 
 
 def _find_linear_sum(op: OpView) -> str | None:
-    """Lets P(sum) pass a sum of one tensor."""
+    """Lets partial sums pass a sum over ranks, if it is of one tensor."""
     return "1" if op.attr("reduction") == "sum" and len(op.inputs) == 2 else None
 
 
 def _find_extremum(op: OpView) -> str | None:
-    """Lets P(max) or P(min) pass a reduction of one tensor by the same op."""
+    """Lets partial maxima or minima pass a maximum or minimum over ranks, if it is of one tensor."""
     kind = op.attr("reduction")
     return f"{kind}:1" if kind in ("max", "min") and len(op.inputs) == 2 else None
 
@@ -41,24 +42,24 @@ def _write_except(op: OpView, moved: Collection[int]) -> str:
 
 
 def cut_or_join(op: OpView) -> str:
-    """the axis that is joined or cut, which stays as it is, and the number of tensors that travel together"""
+    """Writes the sharding rule of reduce-scatter and all-gather: all dimensions but their own can be sharded."""
     if len(op.inputs) > 2:
         return REPLICATED
     return _write_except(op, {int(op.attr("axis"))})
 
 
 def cut_and_join(op: OpView) -> str:
-    """the axes that are cut and joined, which stay as they are"""
+    """Writes the sharding rule of all-to-all: all dimensions but its two can be sharded."""
     return _write_except(op, {int(op.attr("split_axis")), int(op.attr("concat_axis"))})
 
 
 def send(op: OpView) -> str:
-    """whether rows of a batch are sent, which micro-batches cut on both sides alike, or what goes round"""
+    """Writes the sharding rule of a send: shardable if it sends a micro-batch's rows, or is part of a ring."""
     return "., * ->" if op.marks.micro_batch_rows or op.marks.ring_dim is not None else REPLICATED
 
 
 def receive(op: OpView) -> str:
-    """whether rows of a batch are received, which micro-batches cut on both sides alike, or what goes round"""
+    """Writes the sharding rule of a receive: shardable if it gets a micro-batch's rows, or is part of a ring."""
     if len(op.inputs) == 2:
         assert op.marks.ring_dim is not None
         return _write_except(op, {op.marks.ring_dim})
@@ -66,7 +67,7 @@ def receive(op: OpView) -> str:
 
 
 def _set_received_shape(op: OpView, strategy: Strategy, coordinate: int) -> Local:
-    """Sets the received shape, an attribute, to the local one."""
+    """Sets the attribute with the received shape to the local shape."""
     return Local(attrs={"shape": Shape(local_output_shape(op, strategy, 0, coordinate))})
 
 

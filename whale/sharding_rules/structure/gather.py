@@ -1,5 +1,8 @@
-"""Gathers and scatters by index: cut by index rows, by the dimensions that indices do not reach, or, where every row
-comes from one rank, by the dimension that they index: the others contribute zeros."""
+"""Defines sharding rules of gathers and scatters by index.
+
+They can be sharded by the rows of indices, by dimensions that indices do not address, or, if every row comes from one
+rank, by the addressed dimension: other ranks then contribute zeros.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,10 @@ from whale.sharding_rules.registry import rule
 
 
 def gather(op: OpView) -> str:
-    """axis and batch_dims; the indexed dimension can be cut where there are no batch_dims"""
+    """Writes the sharding rule of GatherV2, from ``axis`` and ``batch_dims``.
+
+    The indexed dimension can be sharded if there are no batch dimensions and sizes are known.
+    """
     params, indices = op.inputs[0].shape, op.inputs[1].shape
     if params is None or indices is None:
         return REPLICATED
@@ -43,42 +49,50 @@ def gather(op: OpView) -> str:
 
 
 def _count_batch_dims(op: OpView, rank: int) -> int:
-    """Returns how many of the indices' ``rank`` dimensions are batch dimensions, shared with params; all of them may
-    be.
+    """Returns how many of the indices' dimensions are batch dimensions that the table shares; a negative ``batch_dims``
+    counts from the end.
+
+    Args:
+      rank: number of dimensions of the indices.
     """
     batch = int(op.attr("batch_dims", 0))
     return batch + rank if batch < 0 else batch
 
 
 def _zero_remote_rows(op: OpView, strategy: Strategy, coordinate: int) -> Local:
-    """Zeroes rows on other ranks, if the cut dimension is the indexed one."""
+    """Zeroes the rows whose index is on another rank, if the indexed dimension is sharded."""
     cut = strategy.inputs[0]
     at = 0
     if op.node.op == "GatherV2" and op.inputs[0].shape is not None:
         found = read_axis(op, 2, len(op.inputs[0].shape))
         at = -1 if found is None else found
     if not isinstance(cut, Shard) or cut.dim != at or op.attr("batch_dims", 0) or isinstance(strategy.inputs[1], Shard):
-        return UNCHANGED  # with ids that are cut, one rank has all
+        return UNCHANGED  # ids are sharded as well only if one rank has the whole table and all ids
     return Local(
         window=Window(1, cut.offset(coordinate), cut.local_size(coordinate), masked=-1, at=at, runs=cut.blocks)
     )
 
 
-# These change nothing where they are given an element as it is; the other scatters add.
+# Scatters that change nothing where they write an element's old value; the other ones add.
 _KEEPS = frozenset({"TensorScatterUpdate", "TensorScatterMax", "TensorScatterMin"})
 
 
 def _count_addressed_dims(op: OpView) -> int | None:
-    """Returns how many dimensions an index tuple addresses: the last size of the indices."""
+    """Returns how many dimensions an index tuple addresses: the size of the indices' last dimension; None if
+    unknown.
+    """
     shape = op.inputs[0 if op.node.op == "ScatterNd" else 1].shape
     return shape[-1] if shape else None
 
 
 def _write_addressed_terms(op: OpView, flag: str = "") -> tuple[str, str] | None:
-    """Writes the terms of the dimensions that indices address, and of the indices' dimensions before their last one.
+    """Writes (the term of the table, the leading item of the indices' term) of an op with index tuples.
 
-    A dimension that they address can be cut if all sizes are known. Within blocks, the first one is cut with the
-    first one of the indices.
+    Addressed dimensions can be sharded if all sizes are known. If the op stays within blocks, the first one is sharded
+    together with the first dimension of the indices.
+
+    Args:
+      flag: the flag of addressed dimensions that can be sharded: "+" if results are then partial.
     """
     depth = _count_addressed_dims(op)
     if depth is None:
@@ -92,7 +106,7 @@ def _write_addressed_terms(op: OpView, flag: str = "") -> tuple[str, str] | None
 
 
 def _is_within_blocks(op: OpView) -> bool:
-    """Tells whether the node is known to stay within blocks that can be divided over the ranks."""
+    """Returns True if the node is known to stay within blocks (``Marks.blocks``), enough of them for all ranks."""
     return op.marks.blocks >= op.parts > 1
 
 
@@ -104,7 +118,9 @@ def _find_block_sizes(op: OpView) -> tuple[int, int]:
 
 
 def _restrict_indices(op: OpView, strategy: Strategy, coordinate: int) -> Local:
-    """Makes indices relative to the rank's part of the addressed dimension."""
+    """Makes indices count from the rank's first position of the sharded dimension, and handles indices on other
+    ranks.
+    """
     indices, rows = (0, 1) if op.node.op == "ScatterNd" else (1, None if op.node.op == "GatherNd" else 2)
     cut = strategy.outputs[0] if op.node.op != "GatherNd" else strategy.inputs[0]
     depth = _count_addressed_dims(op)
@@ -124,17 +140,17 @@ def _restrict_indices(op: OpView, strategy: Strategy, coordinate: int) -> Local:
     if rows is None:
         return Local(blocks=None if cut.dim else apart, window=whole)
     if cut.dim and _can_stay(op, indices, rows):
-        # As many rows as before, in the same blocks, so that another axis, or micro-batches, can cut these.
+        # All indices stay, in the same blocks, so that another axis, or micro-batches, can shard the blocks.
         old = 0 if op.node.op in _KEEPS else None
         return Local(window=replace(whole, masked=rows, old=old, blocks=op.marks.blocks))
     return Local(blocks=apart, window=replace(whole, masked=None, rows=rows))
 
 
 def _can_stay(op: OpView, indices: int, rows: int) -> bool:
-    """Tells whether elements of indices outside of the rank's part can be written without effect.
+    """Returns True if a scatter can keep indices of other ranks, and write for them something without effect.
 
-    They are written as zeros where they are added, else as the old value, unless another element of their block is
-    written there. Longer rows are left out: that moves less memory.
+    That is zeros where elements are added, else the old value; for an update this is allowed only if no other element
+    of the block is written there. It returns False for whole rows, which are dropped: that moves less memory.
     """
     at, elements = op.inputs[indices].shape, op.inputs[rows].shape
     if not op.marks.blocks or at is None or elements is None or len(elements) != len(at) - 1:
@@ -146,13 +162,19 @@ def _can_stay(op: OpView, indices: int, rows: int) -> bool:
 
 
 def gather_nd(op: OpView) -> str:
-    """the number of dimensions an index addresses, and blocks"""
+    """Writes the sharding rule of GatherNd, from the index depth and from blocks.
+
+    The index depth is the number of dimensions that an index addresses; blocks are those of ``Marks.blocks``.
+    """
     terms = _write_addressed_terms(op, "+")
     return REPLICATED if terms is None else f"{terms[0]}, {terms[1]}i* k^ -> {terms[1]}i* q*"
 
 
 def resource_gather(op: OpView) -> str:
-    """batch_dims (with any, the variable stays whole); rows of a number that is not known are not cut"""
+    """Writes the sharding rule of ResourceGather, from ``batch_dims``.
+
+    Rows can be sharded if there are no batch dimensions and sizes are known.
+    """
     if op.inputs[1].shape is None or op.outputs[0].shape is None:
         return REPLICATED
     if not op.attr("batch_dims", 0):
@@ -163,25 +185,34 @@ def resource_gather(op: OpView) -> str:
 
 
 def scatter_nd(op: OpView) -> str:
-    """the number of dimensions an index addresses, and blocks"""
+    """Writes the sharding rule of ScatterNd, from the index depth and from blocks.
+
+    The index depth is the number of dimensions that an index addresses; blocks are those of ``Marks.blocks``.
+    """
     terms = _write_addressed_terms(op)
     return REPLICATED if terms is None else f"{terms[1]}i*+ k^, {terms[1]}i*+ q*, [out0] -> {terms[0]}"
 
 
 def tensor_scatter(op: OpView) -> str:
-    """the number of dimensions an index addresses, and blocks"""
+    """Writes the sharding rule of TensorScatterAdd and others, from the index depth and from blocks.
+
+    The index depth is the number of dimensions that an index addresses; blocks are those of ``Marks.blocks``.
+    """
     terms = _write_addressed_terms(op)
     return REPLICATED if terms is None else f"{terms[0]}, {terms[1]}i*^ k^, {terms[1]}i*^ q* -> {terms[0]}"
 
 
 def tensor_extremum(op: OpView) -> str:
-    """the number of dimensions an index addresses, and blocks; a maximum may be taken twice, so rows can be cut"""
+    """Writes the sharding rule of TensorScatterMax and Min, from the index depth and from blocks.
+
+    Other than in TensorScatterAdd, rows of indices can be sharded too, since a maximum may be taken twice.
+    """
     terms = _write_addressed_terms(op)
     return REPLICATED if terms is None else f"{terms[0]}, {terms[1]}i*+ k^, {terms[1]}i*+ q* -> {terms[0]}"
 
 
 def one_hot(op: OpView) -> str:
-    """axis"""
+    """Writes the sharding rule of OneHot, from the axis; the depth can be sharded, except for unsigned indices."""
     indices = op.inputs[0].shape
     if indices is None:
         return REPLICATED
@@ -192,7 +223,7 @@ def one_hot(op: OpView) -> str:
 
 
 def _restrict_depth(op: OpView, strategy: Strategy, coordinate: int) -> Local:
-    """Restricts the depth to the rank's part: indices are relative to it, and those outside give zeros everywhere."""
+    """Makes OneHot's indices count from the rank's first class, with its own depth; indices outside yield zeros."""
     cut, at = strategy.outputs[0], int(op.attr("axis", -1))
     at = len(op.inputs[0].shape or ()) if at == -1 else at
     if not isinstance(cut, Shard) or cut.dim != at:
@@ -203,14 +234,14 @@ def _restrict_depth(op: OpView, strategy: Strategy, coordinate: int) -> Local:
 
 
 def dynamic_stitch(op: OpView) -> str:
-    """the number of operands"""
+    """Writes the sharding rule of DynamicStitch, from the number of operands."""
     count = len(op.inputs) // 2
     indices = [f"i{n}*^" for n in range(count)]
     return f"{', '.join(indices)}, {', '.join(f'{i} q*' for i in indices)} -> n^ q*"
 
 
 def _list_data_operands(op: OpView) -> str:
-    """Lists all data operands, which may be partial at the same time."""
+    """Lists all data operands of DynamicStitch, through which partial values pass if all of them are partial."""
     count = len(op.inputs) // 2
     return "&".join(str(count + n) for n in range(count))
 

@@ -1,5 +1,6 @@
-"""Rules of lists of tensors: the placement of a list is that of its elements (``S(d)`` counts dimensions of an
-element).
+"""Defines sharding rules of lists of tensors.
+
+The placement of a list is that of its elements: dimension d of ``S(d)`` is a dimension of an element.
 """
 
 from __future__ import annotations
@@ -14,8 +15,9 @@ from whale.sharding_rules.registry import rule
 
 
 def _set_element_shape_unknown(op: OpView, strategy: Strategy, coordinate: int) -> tuple[np.ndarray | None, ...]:
-    """Returns the element shape of a cut list, which differs between ranks, as -1; it is used as an element shape
-    only.
+    """Returns the element shape of a sharded list as unknown (-1), since it differs between ranks.
+
+    The output is used only as the shape of elements for other list ops, which accept unknown sizes.
     """
     if not isinstance(strategy.inputs[0], Shard):
         return (None,)
@@ -25,7 +27,7 @@ def _set_element_shape_unknown(op: OpView, strategy: Strategy, coordinate: int) 
 
 
 def _set_element_shape_attribute(op: OpView, strategy: Strategy, coordinate: int) -> Local:
-    """Sets the element shape, an attribute here, to the local one."""
+    """Sets the attribute with the element shape of a TensorListConcat to the local shape."""
     placement, shape = strategy.inputs[0], op.attr("element_shape")
     if not isinstance(placement, Shard) or not isinstance(shape, Shape) or shape.dims is None:
         return UNCHANGED
@@ -35,20 +37,20 @@ def _set_element_shape_attribute(op: OpView, strategy: Strategy, coordinate: int
     return Local(attrs={"element_shape": Shape(tuple(dims))})
 
 
-# Rules of optional values, variants that may hold tensors: with one tensor they are placed like it; with several,
-# replicated.
+# Rules of optional values (variants that may hold tensors). An optional with one tensor has that tensor's placement;
+# one with several tensors is replicated.
 def from_value(op: OpView) -> str:
-    """whether it holds one tensor"""
+    """Writes the sharding rule of OptionalFromValue: shardable if it takes one tensor."""
     return "e* -> e*" if len(op.inputs) == 1 and op.inputs[0].dtype != "variant" else REPLICATED
 
 
 def get_value(op: OpView) -> str:
-    """whether it holds one tensor"""
+    """Writes the sharding rule of OptionalGetValue: shardable if it yields one tensor."""
     return "e* -> e*" if len(op.outputs) == 1 and op.outputs[0].dtype != "variant" else REPLICATED
 
 
 def _set_local_shapes(op: OpView, strategy: Strategy, coordinate: int) -> Local:
-    """Sets the shape of the contained tensor, an attribute, to the local one."""
+    """Sets the attribute with the shape of an optional's tensor to the local shape."""
     placement, shapes = strategy.outputs[0], op.attr("output_shapes")
     if not isinstance(placement, Shard) or not shapes:
         return UNCHANGED

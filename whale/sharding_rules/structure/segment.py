@@ -1,6 +1,7 @@
-"""Rules of segment reductions and counts: rows add into numbered segments, so cutting the rows gives a partial result.
+"""Defines sharding rules of segment reductions and counts: rows are added to numbered segments, so sharding the rows
+makes the result partial.
 
-Where the number of segments is found in the data (``SegmentSum``), the rows stay whole.
+If the number of segments follows from the data (``SegmentSum``), the rows cannot be sharded.
 """
 
 from __future__ import annotations
@@ -15,13 +16,13 @@ from whale.sharding_rules.registry import rule
 
 
 def bincount(op: OpView) -> str:
-    """whether there are weights"""
+    """Writes the sharding rule of Bincount, from whether there are weights."""
     weights = op.inputs[2].shape
     return "i*+, ., i*+ -> n^" if weights == op.inputs[0].shape else "i*+, ., . -> n^"
 
 
 def dense_bincount(op: OpView) -> str:
-    """rank, weights, binary_output"""
+    """Writes the sharding rule of DenseBincount, from the rank and from whether there are weights."""
     shape, weights = op.inputs[0].shape, op.inputs[2].shape
     lead = "b " if shape is not None and len(shape) == 2 else ""
     rows = f"{lead}i{'^' if shape is None else '+'}"
@@ -29,17 +30,19 @@ def dense_bincount(op: OpView) -> str:
 
 
 def _find_count_reduction(op: OpView) -> str:
-    """Returns the reduction that combines the counts of parts: sum, or max where only presence is counted."""
+    """Returns the reduction over shards' counts: sum, or max if only presence is counted (``binary_output``)."""
     return "max" if op.attr("binary_output", False) else "sum"
 
 
 def _find_linear_weights(op: OpView) -> str | None:
-    """Lets P(sum) pass the weights, where there are any."""
+    """Lets partial sums pass the weights of a count, if there are any."""
     return "2" if op.inputs[2].shape == op.inputs[0].shape and not op.attr("binary_output", False) else None
 
 
 def _restrict_segments(op: OpView, strategy: Strategy, coordinate: int) -> Local:
-    """Makes segment numbers relative to the rank's part; rows of other ranks' segments get -1, and are dropped."""
+    """Makes segment numbers count from the rank's first segment; rows of other ranks' segments get -1, which drops
+    them.
+    """
     cut = strategy.outputs[0]
     apart = 0 if op.marks.blocks else None
     if not isinstance(cut, Shard) or cut.dim != 0:
@@ -47,7 +50,7 @@ def _restrict_segments(op: OpView, strategy: Strategy, coordinate: int) -> Local
     offset, count = cut.offset(coordinate), cut.local_size(coordinate)
     consts = {2: np.array(count, find_numpy_dtype(op.inputs[2].dtype))}
     if isinstance(strategy.inputs[1], Shard) and len(cut.holders) == 1:
-        return Local(blocks=apart, consts=consts)  # one rank has all
+        return Local(blocks=apart, consts=consts)  # one rank has all rows and all segments
     if isinstance(strategy.inputs[1], Shard):
         blocks = op.marks.blocks
         rows, segments = op.inputs[1].elements // blocks, cut.extent // blocks
@@ -58,7 +61,10 @@ def _restrict_segments(op: OpView, strategy: Strategy, coordinate: int) -> Local
 
 
 def unsorted_segment(op: OpView) -> str:
-    """blocks that rows are known to stay within"""
+    """Writes the sharding rule of UnsortedSegmentSum and others, from the blocks that rows stay within.
+
+    Rows, or segments, can be sharded; with known blocks, both together in whole blocks.
+    """
     blocks, ids, found = op.marks.blocks, op.inputs[1].shape, op.outputs[0].shape
     if (
         blocks < op.parts

@@ -1,4 +1,4 @@
-"""Defines rules of ops that rearrange elements: reshapes, transposes, joins, repeats."""
+"""Defines sharding rules of ops that rearrange elements: reshapes, transposes, joins, splits, repeats."""
 
 from __future__ import annotations
 
@@ -30,16 +30,18 @@ from whale.sharding_rules.registry import rule
 def write_reshape_terms(
     before: Dims, after: Dims, in_runs: bool = False, parts: int = 1
 ) -> tuple[list[str], list[str]]:
-    """Writes terms that say which dimensions of a reshape's operand and result can be cut together.
+    """Writes the terms of a reshape's operand and result, which say which of their dimensions can be sharded together.
 
-    Dimensions are grouped from the left into runs of equal product; in a run the outermost dimensions can be cut
-    together by their greatest common divisor. One of size 1 that both have in the same place is such a run: rows of
-    which there is one.
+    From the left, the dimensions of both sides are divided into shortest groups of equal product. In each group, the
+    outermost dimensions of both sides can be sharded together, in units of their greatest common divisor. A dimension
+    of size 1 that both sides have in the same place is a group of its own: it may be a batch of one row.
 
     Args:
-      in_runs: where one dimension is what several make together, each of these can be cut.
-      parts: the same is so where the outermost of the several has no index for each of so many ranks: first choices of
-        all rows, and then second ones.
+      before: shape of the operand.
+      after: shape of the result.
+      in_runs: if one dimension is what several make together, each of the several can be sharded, inner ones in runs.
+      parts: number of ranks. If the outermost of the several has fewer indices than that, the inner ones can be sharded
+        too, as with ``in_runs``: for example all rows' first choices of an expert, and then all second ones.
     """
     if 0 in before and 0 in after:
         return _write_empty_terms(before, after)
@@ -72,10 +74,10 @@ def write_reshape_terms(
 
 
 def _write_empty_terms(before: Dims, after: Dims) -> tuple[list[str], list[str]]:
-    """Writes the terms of a reshape without elements, for which products of dimensions are meaningless.
+    """Writes the terms of a reshape of a tensor without elements, for which products of sizes mean nothing.
 
-    The last dimensions that both have can be cut, and the ones before them if there are equally many on both sides,
-    else the first ones that both have.
+    Trailing dimensions that both sides share can be sharded. Of the dimensions before them, those of a reshape can if
+    their products are equal; otherwise the leading ones that both sides share.
     """
     same = 0
     while same < min(len(before), len(after)) and before[-1 - same] == after[-1 - same]:
@@ -94,8 +96,9 @@ def _write_empty_terms(before: Dims, after: Dims) -> tuple[list[str], list[str]]
 
 
 def _write_run(before: Dims, after: Dims, i: int, j: int) -> tuple[int, int]:
-    """Returns the ends of the shortest runs from ``i`` and ``j`` of equal product; the whole rest when there
-    are none.
+    """Returns the ends of the shortest groups of dimensions, from ``i`` and ``j``, with equal products.
+
+    If there are none, both groups extend to the end.
     """
     if i >= len(before) or j >= len(after):
         return len(before), len(after)
@@ -126,7 +129,7 @@ def _multiply(sizes: Dims) -> int:
 
 
 def _write_pair(label: str, before: Dims, after: Dims, in_runs: bool = False) -> tuple[list[str], list[str]]:
-    """Writes the terms of one run: its outermost dimensions share ``label``, the others are whole."""
+    """Writes the terms of one group: its outermost dimensions share ``label``, the others cannot be sharded."""
     if in_runs and (len(before) == 1) != (len(after) == 1) and before and after and all(before + after):
         several = [label if n == 0 else f"{label}i{n}" for n in range(max(len(before), len(after)))]
         joined = [f"({' '.join(several)})"]
@@ -149,7 +152,10 @@ def _write_pair(label: str, before: Dims, after: Dims, in_runs: bool = False) ->
 
 
 def _find_unknown_ratio(before: Dims, after: Dims) -> tuple[int, int] | None:
-    """Returns the inner products when the outermost sizes are unknown and nothing else is."""
+    """Returns the products of the inner sizes that the shared label needs, if only the two outermost sizes are unknown.
+
+    The result is None if other sizes are unknown, or the products do not divide each other.
+    """
     if before[0] is not None or after[0] is not None or None in before[1:] + after[1:]:
         return None
     a, b = _multiply(before[1:]), _multiply(after[1:])
@@ -159,7 +165,7 @@ def _find_unknown_ratio(before: Dims, after: Dims) -> tuple[int, int] | None:
 
 
 def reshape(op: OpView) -> str:
-    """the factors that operand and result have in common"""
+    """Writes the sharding rule of Reshape, from the factors that operand and result have in common."""
     before, after = op.inputs[0].shape, op.outputs[0].shape
     if before is None or after is None:
         return REPLICATED
@@ -168,7 +174,7 @@ def reshape(op: OpView) -> str:
 
 
 def expand_dims(op: OpView) -> str:
-    """the axis"""
+    """Writes the sharding rule of ExpandDims, from the position of the new dimension."""
     before = op.inputs[0].shape
     if before is None:
         return REPLICATED
@@ -190,7 +196,7 @@ def _find_squeezed_dims(op: OpView) -> set[int] | None:
 
 
 def squeeze(op: OpView) -> str:
-    """squeeze_dims"""
+    """Writes the sharding rule of Squeeze, from ``squeeze_dims``, or from the shape if none are given."""
     gone = _find_squeezed_dims(op)
     if gone is None:
         return REPLICATED
@@ -200,12 +206,12 @@ def squeeze(op: OpView) -> str:
 
 
 def _set_squeeze_dims(op: OpView, strategy: Strategy, coordinate: int) -> Local:
-    """Names the dimensions to squeeze, since a share of size 1 must not be squeezed as well."""
+    """Names the dimensions to squeeze, since a shard of size 1 must not be squeezed too."""
     return Local(attrs={"squeeze_dims": tuple(sorted(_find_squeezed_dims(op) or ()))})
 
 
 def transpose(op: OpView) -> str:
-    """the permutation"""
+    """Writes the sharding rule of Transpose, from the constant permutation."""
     before, order = op.inputs[0].shape, read_constant(op, 1)
     if before is None or order is None:
         return REPLICATED
@@ -214,7 +220,7 @@ def transpose(op: OpView) -> str:
 
 
 def concat(op: OpView) -> str:
-    """the axis, along which each value has a number of runs"""
+    """Writes the sharding rule of Concat, from the axis, along which each value has a number of runs."""
     first = op.node.op == "Concat"
     shape = op.inputs[1 if first else 0].shape
     if shape is None:
@@ -232,9 +238,9 @@ def concat(op: OpView) -> str:
 
 
 def _write_runs(sizes: list[int | None]) -> tuple[list[str], str]:
-    """Writes concatenated dimensions, each as a number of runs of one label ``j``, and what they make together.
+    """Writes concatenated dimensions as runs of one label ``j``, and the dimension that they make together.
 
-    Dimensions are frozen where the sizes are unknown.
+    For sizes 2 and 4 these are ``j``, ``(2 j)``, and ``(3 j)`` together. They cannot be sharded if sizes are unknown.
     """
     known = [s for s in sizes if s is not None]
     run = math.gcd(*known) if known else 0
@@ -244,13 +250,13 @@ def _write_runs(sizes: list[int | None]) -> tuple[list[str], str]:
 
 
 def _list_concat_values(op: OpView) -> str:
-    """Lists all values, which may be partial at the same time."""
+    """Lists all values of a Concat, through which partial values pass if all of them are partial."""
     shift = int(op.node.op == "Concat")
     return "&".join(str(i + shift) for i in range(len(op.inputs) - 1))
 
 
 def pack(op: OpView) -> str:
-    """the new axis"""
+    """Writes the sharding rule of Pack, from the axis of the new dimension, which cannot be sharded."""
     after = op.outputs[0].shape
     if after is None:
         return REPLICATED
@@ -260,7 +266,7 @@ def pack(op: OpView) -> str:
 
 
 def unpack(op: OpView) -> str:
-    """the axis, which is whole"""
+    """Writes the sharding rule of Unpack, from the axis, which cannot be sharded."""
     before = op.inputs[0].shape
     if before is None:
         return REPLICATED
@@ -270,7 +276,7 @@ def unpack(op: OpView) -> str:
 
 
 def split_op(op: OpView) -> str:
-    """the axis, along which each result has a number of runs"""
+    """Writes the sharding rule of Split, from the axis, along which each result has a number of runs."""
     value, where = (1, 0) if op.node.op == "Split" else (0, 2)
     before = op.inputs[value].shape
     if before is None:
@@ -287,7 +293,7 @@ def split_op(op: OpView) -> str:
 
 
 def _set_split_sizes(op: OpView, strategy: Strategy, coordinate: int) -> Local:
-    """Sets the sizes of the results along the axis to the local ones, when that is cut."""
+    """Sets the sizes of the results of a SplitV to local ones, if its axis is sharded."""
     placement, rank = strategy.inputs[0], len(op.inputs[0].shape or ())
     if not isinstance(placement, Shard) or placement.dim != read_axis(op, 2, rank):
         return UNCHANGED
@@ -297,7 +303,7 @@ def _set_split_sizes(op: OpView, strategy: Strategy, coordinate: int) -> Local:
 
 
 def _find_repeats(op: OpView) -> list[int | None] | None:
-    """Returns how often Tile repeats each dimension."""
+    """Returns how often Tile repeats each dimension; None in place of a count, or of the list, if unknown."""
     before, after = op.inputs[0].shape, op.outputs[0].shape
     given = read_constant(op, 1)
     if given is not None:
@@ -308,7 +314,10 @@ def _find_repeats(op: OpView) -> list[int | None] | None:
 
 
 def tile(op: OpView) -> str:
-    """the multiples; a dimension made by repeating one element can be cut anywhere"""
+    """Writes the sharding rule of Tile, from the multiples.
+
+    A dimension that is made by repeating one element can be sharded anywhere.
+    """
     before, repeats = op.inputs[0].shape, _find_repeats(op)
     if before is None or repeats is None:
         return REPLICATED
@@ -345,7 +354,10 @@ def _set_local_multiples(op: OpView, strategy: Strategy, coordinate: int) -> Loc
 
 
 def broadcast_to(op: OpView) -> str:
-    """the shapes; a dimension that is broadcast can be cut anywhere"""
+    """Writes the sharding rule of BroadcastTo, from the shapes.
+
+    A dimension that is broadcast can be sharded anywhere.
+    """
     before, after = op.inputs[0].shape, op.outputs[0].shape
     if before is None or after is None:
         return REPLICATED
@@ -361,7 +373,7 @@ def broadcast_to(op: OpView) -> str:
 
 
 def _compute_static_shapes(op: OpView, strategy: Strategy, coordinate: int) -> tuple[np.ndarray | None, ...]:
-    """Returns the global shapes, since a rank's own part has another one."""
+    """Returns the global shapes as known outputs of Shape ops, since a shard has another shape."""
     if not any(isinstance(p, Shard) for p in strategy.inputs) or not all(t.is_static for t in op.inputs):
         return (None,) * len(op.outputs)
     return tuple(_make_shape_value(op.node.op, t, o) for t, o in zip(op.inputs, op.outputs))
@@ -374,19 +386,19 @@ def _make_shape_value(name: str, kind: TensorType, output: TensorType) -> np.nda
 
 
 def shape_of(op: OpView) -> str:
-    """whether the shapes are static; values are not read"""
+    """Writes the sharding rule of Shape ops, from whether shapes are static; the operands' values are not read."""
     shape = op.inputs[0].shape
     if all(t.is_static for t in op.inputs) or (op.node.op == "Shape" and shape and shape[0] is not None):
         return "{?} -> {.}"
     if op.node.op != "Shape" or shape is None:
         return "{~.} -> {.}"
-    # Rows of a number that only the run knows may lie with the owners of a table's rows: their split says whose ids are
-    # where, and not how many there are.
+    # A dimension of unknown size cannot be sharded: its rows may lie with the owners of a table's rows, and then the
+    # placement tells which rank has which ids, and not how many there are.
     return f"~{write_term([f'd{i}' + '^' * (n is None) for i, n in enumerate(shape)])} -> =k^"
 
 
 def _add_remote_sizes(op: OpView, strategy: Strategy, coordinate: int) -> Local:
-    """Adds the sizes on other ranks to a shape of a cut dimension whose size only the run knows."""
+    """Adds the sizes on other ranks to a rank's shape, if the size of a sharded dimension is known only at run time."""
     cut = strategy.inputs[0]
     if op.inputs[0].is_static or not isinstance(cut, Shard):
         return UNCHANGED

@@ -1,4 +1,6 @@
-"""Rules of slices, pads, flips: dimensions that are taken whole can be cut, the others cannot."""
+"""Defines sharding rules of slices, pads and flips: dimensions that are taken whole can be sharded, others only in
+runs.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ from whale.sharding_rules.registry import rule
 
 
 def _label_kept_dims(before: Dims | None, after: Dims | None) -> list[str] | None:
-    """Returns labels, frozen where the size changes or is unknown."""
+    """Returns a label for each dimension, with the flag ``^`` if its size changes or is unknown; None for an unknown
+    rank.
+    """
     if before is None or after is None:
         return None
     return freeze(
@@ -35,12 +39,12 @@ def _label_kept_dims(before: Dims | None, after: Dims | None) -> list[str] | Non
 
 
 def _write_result_term(left: list[str]) -> str:
-    """Writes the result's term: frozen dimensions have other labels there (their size differs)."""
+    """Writes the term of the result: dimensions with the flag ``^`` get other labels there, as their sizes differ."""
     return write_term(f"b{n}^" if x.endswith("^") else x for n, x in enumerate(left))
 
 
 def slice_op(op: OpView) -> str:
-    """the dimensions taken whole"""
+    """Writes the sharding rule of Slice: dimensions taken whole, or in equal runs, can be sharded."""
     before, after = op.inputs[0].shape, op.outputs[0].shape
     begin, size = read_constant(op, 1), read_constant(op, 2)
     left = _label_kept_dims(before, after)
@@ -62,24 +66,32 @@ def slice_op(op: OpView) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """A slice that takes ``kept`` of ``all`` equal runs of a dimension, from run ``first``."""
+    """Represents a slice of a dimension as a number of equal runs.
+
+    Attributes:
+      first: number of the first run that the slice takes.
+      kept: number of runs that it takes.
+      all: number of runs of the dimension.
+    """
 
     first: int
     kept: int
     all: int
 
     def labels(self, label: str) -> tuple[str, str]:
-        """Writes the terms of the sliced dimension, and of the kept part."""
+        """Writes (the sliced dimension, the slice) as runs of ``label``."""
         return write_runs(self.all, label), write_runs(self.kept, label)
 
     def local(self, placement: Shard, coordinate: int) -> tuple[int, int]:
-        """Returns (begin, end) on a coordinate, given the placement of the sliced dimension."""
+        """Returns the (begin, end) of the slice on a coordinate, given the placement of the sliced dimension."""
         run = placement.local_size(coordinate) // self.all
         return self.first * run, (self.first + self.kept) * run
 
 
 def _run(begin: int, size: int, whole: int | None) -> _Run | None:
-    """Returns the slice in runs as long as possible; None when it is not known or consists of single elements."""
+    """Returns a slice in runs that are as long as possible; None if sizes are unknown or runs would be single
+    elements.
+    """
     if whole is None or size <= 0 or begin < 0:
         return None
     run = math.gcd(begin, size, whole)
@@ -108,7 +120,16 @@ def _set_local_slice_bounds(op: OpView, strategy: Strategy, coordinate: int) -> 
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """One entry of a strided slice: its place in begin/end, the dimensions it reads and makes, taken whole or not."""
+    """Represents one dimension that a strided slice reads or makes.
+
+    Attributes:
+      entry: position in begin, end and strides; None for dimensions that an ellipsis or omission takes whole.
+      source: the dimension that is read; None for a new axis.
+      result: the dimension that is made; None if it is shrunk away.
+      whole: True if all of the dimension is taken, in steps of ``stride``.
+      stride: the step.
+      run: the slice as runs, if it takes a part of the dimension in steps of 1.
+    """
 
     entry: int | None
     source: int | None
@@ -118,7 +139,9 @@ class _Entry:
     run: _Run | None = None
 
     def labels(self) -> tuple[str, str]:
-        """Writes (the sliced dimension, that of the result): whole strides of it can be cut, or whole runs."""
+        """Writes (the sliced dimension, that of the result), which can be sharded in whole strides, or in whole
+        runs.
+        """
         if self.run is not None:
             return self.run.labels(f"a{self.source}")
         if not self.whole:
@@ -128,8 +151,9 @@ class _Entry:
 
 
 def _read_entries(op: OpView, shape: Dims) -> list[_Entry] | None:
-    """Returns what each entry of begin/end/strides does to a tensor of ``shape`` (tf.strided_slice); None: not
-    known.
+    """Returns what a strided slice does to each dimension of a tensor of ``shape``, as in ``tf.strided_slice``.
+
+    The result is None if the number of entries is unknown.
     """
     operand = op.inputs[1].shape
     if not operand or operand[0] is None:
@@ -184,7 +208,7 @@ def _is_start(begin: int, size: int | None) -> bool:
 
 
 def _write_strided_terms(op: OpView, shape: Dims | None) -> tuple[str, str] | None:
-    """Writes the terms of the tensor sliced and of the slice."""
+    """Writes the terms of (the sliced tensor, the slice); None if they are unknown."""
     entries = None if shape is None else _read_entries(op, shape)
     if entries is None:
         return None
@@ -199,25 +223,25 @@ def _write_strided_terms(op: OpView, shape: Dims | None) -> tuple[str, str] | No
 
 
 def strided_slice(op: OpView) -> str:
-    """the masks and bounds"""
+    """Writes the sharding rule of StridedSlice, from its masks and bounds."""
     terms = _write_strided_terms(op, op.inputs[0].shape)
     return REPLICATED if terms is None else f"{terms[0]}, ., ., . -> {terms[1]}"
 
 
 def strided_slice_grad(op: OpView) -> str:
-    """the masks and bounds"""
+    """Writes the sharding rule of StridedSliceGrad, from its masks and bounds."""
     terms = _write_strided_terms(op, op.outputs[0].shape)
     return REPLICATED if terms is None else f"[out0], ., ., ., {terms[1]} -> {terms[0]}"
 
 
 def strided_slice_update(op: OpView) -> str:
-    """the masks and bounds"""
+    """Writes the sharding rule of TensorStridedSliceUpdate, from its masks and bounds."""
     terms = _write_strided_terms(op, op.inputs[0].shape)
     return REPLICATED if terms is None else f"{terms[0]}, ., ., ., {terms[1]} -> {terms[0]}"
 
 
 def _set_bounds(op: OpView, shape: Dims | None, placement: object, coordinate: int) -> Local:
-    """Sets the bounds of the cut dimension, where they are not masked: all of it, or the local part of the runs."""
+    """Sets the unmasked bounds of a strided slice along the sharded dimension to local ones."""
     if not isinstance(placement, Shard) or shape is None:
         return UNCHANGED
     entry = next(e for e in _read_entries(op, shape) or () if e.source == placement.dim)
@@ -242,7 +266,7 @@ def _set_grad_bounds(op: OpView, strategy: Strategy, coordinate: int) -> Local:
 
 
 def pad(op: OpView) -> str:
-    """the dimensions that are not padded"""
+    """Writes the sharding rule of Pad: dimensions that are not padded can be sharded."""
     before, after = op.inputs[0].shape, op.outputs[0].shape
     given = read_constant(op, 1)
     if before is None:
@@ -258,7 +282,7 @@ def pad(op: OpView) -> str:
 
 
 def reverse(op: OpView) -> str:
-    """the axes, which are whole"""
+    """Writes the sharding rule of Reverse: dimensions that are not reversed can be sharded."""
     before, axes = op.inputs[0].shape, read_constant(op, 1)
     if before is None or axes is None:
         return REPLICATED
@@ -269,7 +293,7 @@ def reverse(op: OpView) -> str:
 
 
 def roll(op: OpView) -> str:
-    """the axes, which are whole"""
+    """Writes the sharding rule of Roll: dimensions that are not rolled can be sharded."""
     before, axes = op.inputs[0].shape, read_constant(op, 2)
     if before is None or axes is None:
         return REPLICATED
@@ -278,7 +302,7 @@ def roll(op: OpView) -> str:
 
 
 def reverse_sequence(op: OpView) -> str:
-    """seq_dim (whole) and batch_dim"""
+    """Writes the sharding rule of ReverseSequence: all dimensions but ``seq_dim`` can be sharded."""
     before = op.inputs[0].shape
     if before is None:
         return REPLICATED
@@ -289,7 +313,7 @@ def reverse_sequence(op: OpView) -> str:
 
 
 def space_and_depth(op: OpView) -> str:
-    """data_format and block_size"""
+    """Writes the sharding rule of SpaceToDepth and DepthToSpace, from ``data_format`` and ``block_size``."""
     if str(op.attr("data_format", "NHWC")) != "NHWC":
         return "b p*^ -> b q*^"
     block = int(op.attr("block_size"))
@@ -298,10 +322,12 @@ def space_and_depth(op: OpView) -> str:
 
 
 def _write_block_batch_terms(op: OpView, batch: int) -> tuple[str, str] | None:
-    """Writes the terms of the side with the plain batch and of the side whose batch has one run per position in a
-    block.
+    """Writes the terms of (the side with the plain batch, the side whose batch has one run per position in a block).
 
-    Spatial dimensions that are neither padded nor cropped can be cut on multiples of the block.
+    Spatial dimensions without padding or cropping can be sharded in multiples of the block. None: sizes are unknown.
+
+    Args:
+      batch: 0 if the operand has the plain batch (SpaceToBatch), 1 if the result has it (BatchToSpace).
     """
     before, after, margins = op.inputs[0].shape, op.outputs[0].shape, read_constant(op, len(op.inputs) - 1)
     size = op.attr("block_size")
@@ -324,13 +350,13 @@ def _write_block_batch_terms(op: OpView, batch: int) -> tuple[str, str] | None:
 
 
 def space_to_batch(op: OpView) -> str:
-    """the block: the batch gets one run per position in it"""
+    """Writes the sharding rule of SpaceToBatch, whose result's batch has one run per position in a block."""
     found = _write_block_batch_terms(op, 0)
     return REPLICATED if found is None else f"{found[0]}{', .' * (len(op.inputs) - 1)} -> {found[1]}"
 
 
 def batch_to_space(op: OpView) -> str:
-    """the block: the batch has one run per position in it"""
+    """Writes the sharding rule of BatchToSpace, whose operand's batch has one run per position in a block."""
     found = _write_block_batch_terms(op, 1)
     return REPLICATED if found is None else f"{found[1]}{', .' * (len(op.inputs) - 1)} -> {found[0]}"
 

@@ -1,7 +1,7 @@
-"""Rules of variables, and of other ops that yield values without operands.
+"""Defines sharding rules of variables, and of other ops that yield values without operands.
 
-Variables are read and updated element by element, wherever the value is cut; a handle is placed like its value.
-Constants and inputs are global values on every rank; iterators and stacks are on one.
+Variables are read and updated element by element, however they are sharded; a handle has the placement of its value.
+Constants and inputs are replicated; iterators and stacks are on the first rank only.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ _SOURCES = (
 
 
 def update(op: OpView) -> str:
-    """which operands are scalars: all others have the variable's elements"""
+    """Writes the sharding rule of an optimizer's update: operands that are no scalars have the variable's elements."""
     return ", ".join("." if t.dtype != "resource" and t.shape == () else "p*" for t in op.inputs) + " ->"
 
 
 def fused_update(op: OpView) -> str:
-    """which operands have the variables' elements: all others are scalars"""
+    """Writes the sharding rule of Whale's fused update: operands of the variables' shape can be sharded."""
     (shape,) = op.attr("shapes")
     return ", ".join("p*" if t.dtype == "resource" or t.shape == shape.dims else "." for t in op.inputs) + " ->"
 
@@ -57,7 +57,10 @@ def _update_own_part(op: OpView, strategy: Strategy, coordinate: int) -> Local:
 
 
 def sparse_update(op: OpView) -> str:
-    """where the gradient's rows are numbered (the last integers); the columns can be cut"""
+    """Writes the sharding rule of an update of some rows: columns can be sharded, rows cannot.
+
+    The row numbers are the last integer operand, and the gradient's rows are the operand before it.
+    """
     numbers = max((i for i, t in enumerate(op.inputs) if t.shape and t.dtype in ("int32", "int64")), default=None)
     if numbers is None or len(op.inputs[numbers].shape or ()) != 1:
         return ", ".join("." for _ in op.inputs) + " ->"
@@ -67,7 +70,7 @@ def sparse_update(op: OpView) -> str:
 
 
 def scatter(op: OpView) -> str:
-    """whether the update is a sum: then rows that other ranks hold add zeros here"""
+    """Writes the sharding rule of a scatter to a variable: rows can be sharded if it adds (zeros elsewhere)."""
     if op.inputs[1].shape is None or op.inputs[2].shape is None or op.inputs[2].shape == ():
         return ", ".join("." for _ in op.inputs) + " ->"
     sums = op.node.op in ("ResourceScatterAdd", "ResourceScatterSub")
@@ -78,7 +81,7 @@ def scatter(op: OpView) -> str:
 def _zero_remote_rows(op: OpView, strategy: Strategy, coordinate: int) -> Local:
     cut = strategy.inputs[0]
     if not isinstance(cut, Shard) or cut.dim != 0 or isinstance(strategy.inputs[1], Shard):
-        return UNCHANGED  # with ids that are cut, one rank has all
+        return UNCHANGED  # ids are sharded as well only if one rank has the whole table and all ids
     return Local(window=Window(1, cut.offset(coordinate), cut.local_size(coordinate), masked=2, runs=cut.blocks))
 
 
