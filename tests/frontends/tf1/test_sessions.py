@@ -121,8 +121,8 @@ def test_sync_replicas_is_the_optimizer_that_it_wraps(ranks: Start, capfd: pytes
     ranks(2)
     plain = run(lambda optimizer: optimizer)
     assert run(lambda optimizer: v1.train.SyncReplicasOptimizer(optimizer, 2)) == plain
-    assert "SyncReplicasOptimizer stands for the optimizer that it wraps" in capfd.readouterr().err
-    with pytest.raises(wh.ProgramError, match="sums the gradients of other batches"):
+    assert "SyncReplicasOptimizer is replaced by the optimizer that it wraps" in capfd.readouterr().err
+    with pytest.raises(wh.ProgramError, match="must aggregate one batch of each replica"):
         run(lambda optimizer: v1.train.SyncReplicasOptimizer(optimizer, 4, total_num_replicas=2))
 
 

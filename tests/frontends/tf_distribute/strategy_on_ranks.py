@@ -116,7 +116,7 @@ def with_closure(iterator):
 
 
 refused(
-    lambda: with_closure(iter(dataset)), ProgramError, "captures a tensor of the enclosing function", "pass it in args"
+    lambda: with_closure(iter(dataset)), ProgramError, "captures a tensor of the enclosing function", "pass the tensor in args"
 )
 
 # an ordinary function stays TensorFlow's
