@@ -85,7 +85,7 @@ def launch_pickled(
         found = [Path(folder, f"{rank}.result") for rank in range(np)]
         if code or not all(path.exists() for path in found):
             raise ClusterError(
-                "the run that wh.launch started has failed",
+                "the run that was started to call the function has failed",
                 given=f"exit code {code}" if code else "a rank without a result",
                 expected="a result from every rank",
                 action="see the messages of the ranks above, and correct what they say",

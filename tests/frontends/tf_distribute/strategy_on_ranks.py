@@ -115,9 +115,7 @@ def with_closure(iterator):
     return strategy.run(replica)
 
 
-refused(
-    lambda: with_closure(iter(dataset)), ProgramError, "captures a tensor of the enclosing function", "pass the tensor in args"
-)
+refused(lambda: with_closure(iter(dataset)), ProgramError, "captures a tensor of the enclosing function", "in args")
 
 # an ordinary function stays TensorFlow's
 plain = tf.function(lambda x: x + 1)

@@ -50,7 +50,7 @@ def install() -> None:
 
 
 # ``Session.__new__`` is replaced, not the name ``tf.compat.v1.Session``. So modules that have imported the class before
-# (TensorFlow's own, too) get Whale's sessions, and isinstance still holds, since Whale's sessions inherit from the class.
+# (TensorFlow's own, too) get Whale's sessions, and isinstance still holds, since Whale's sessions inherit from it.
 def patch_sessions() -> None:
     """Patches session classes and functions so that they create Whale's sessions during a run."""
     for kind in (session.Session, session.InteractiveSession):
