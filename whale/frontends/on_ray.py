@@ -56,7 +56,7 @@ def run(
         if not group.wait(timeout_s):
             raise ClusterError(
                 "the Ray cluster has no room for the ranks",
-                given=f"{np} ranks of {cpus_per_rank} CPUs each, after a wait of {timeout_s:g} s",
+                given=f"{np} ranks of {cpus_per_rank} CPUs each, after {timeout_s:g} s",
                 found=f"{ray.cluster_resources().get('CPU', 0):g} CPUs in the cluster, free or in use",
                 expected=f"{np * cpus_per_rank} free CPUs at the same time",
                 action="start fewer ranks, or wait until other jobs on the cluster have ended",

@@ -133,7 +133,7 @@ def test_variables_and_loops_that_can_be_distributed_are_turned_on(
     try:
         ranks(2)
         assert v1.resource_variables_enabled()
-        assert capfd.readouterr().err.count("turned on resource variables for the graphs") == 1
+        assert capfd.readouterr().err.count("turned on resource variables for graphs") == 1
         v1.disable_resource_variables()  # as disable_v2_behavior does
         assert v1.resource_variables_enabled()
         wh.shutdown()
