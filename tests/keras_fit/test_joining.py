@@ -59,7 +59,7 @@ def test_what_is_kept_stays_as_it_was() -> None:
 def test_a_generator_of_batches_cannot_be_taken_up() -> None:
     _refuse_unknown({"a": np.zeros(3), "b": tf.zeros(3)})
     _refuse_unknown(tf.data.Dataset.range(3))
-    with pytest.raises(ProgramError, match="data of generator"):
+    with pytest.raises(ProgramError, match="data of type generator"):
         _refuse_unknown(iter_ for iter_ in range(3))
 
 

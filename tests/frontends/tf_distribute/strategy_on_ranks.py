@@ -128,7 +128,7 @@ refused(lambda: graph.get_concrete_function(tf.TensorSpec([8])), ProgramError, "
 refused(lambda: strategy.reduce("MAX", 1.0), ProgramError, "reduce_op='MAX'")
 refused(lambda: strategy.make_input_fn_iterator, ProgramError, "strategy.make_input_fn_iterator")
 refused(lambda: strategy.extended.value_container, ProgramError, "strategy.extended.value_container")
-refused(lambda: strategy.experimental_distribute_dataset([1]), ProgramError, "given: list")
+refused(lambda: strategy.experimental_distribute_dataset([1]), ProgramError, "of type list")
 refused(lambda: wh.Strategy(devices=["GPU:0", "GPU:1"]), ProgramError, "GPU:1", "whale run -np")
 
 wh.shutdown()
