@@ -51,7 +51,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "split": (lambda: (wh.split(2).__enter__(), wh.split(4).__enter__()), "2 ranks before"),
     "stage": (lambda: wh.stage(device_count=2).__enter__(), "name them"),
     "schedule": (lambda: wh.pipeline(2, strategy="PreferForward").__enter__(), "pipeline.schedule='1f1b'"),
-    "modes": (lambda: wh.auto_parallel(wh.recompute), "given: recompute"),
+    "modes": (lambda: wh.auto_parallel(wh.recompute), "given: modes=recompute"),
 }
 
 

@@ -52,7 +52,7 @@ def test_colocated_task_graphs_are_on_all_ranks() -> None:
     [
         ([ONE, ONE], 3, "one replica takes 1 + 1"),
         ([AnnotatedGraph("replicate", 3)], 4, "one replica takes 3"),
-        ([ONE, ONE, AnnotatedGraph("split", None)], 4, "give the split a device_count"),
+        ([ONE, ONE, AnnotatedGraph("split", None)], 4, "pass device_count to epl.split"),
     ],
 )
 def test_ranks_that_cannot_be_divided_are_refused(graphs: list[AnnotatedGraph], size: int, said: str) -> None:

@@ -34,7 +34,7 @@ def test_slices(ranks: Start, layout: Any, slices: list) -> None:
 @pytest.mark.parametrize("layout", ["some", {"some"}, set(), {"average": 3}, {"row": 0}, {"specific": [[0, 4]]}, {}])
 def test_what_cannot_be_cut(ranks: Start, layout: Any) -> None:
     ranks(4)
-    with pytest.raises(ClusterError, match=r"cannot be cut|do not exist"):
+    with pytest.raises(ClusterError, match=r"cannot cut|do not exist"):
         wh.cluster(layout=layout)
 
 
@@ -45,9 +45,9 @@ def test_the_default_strategy_adds_no_task_graph(ranks: Start) -> None:
     weight = tf.Variable(tf.ones((3, 2)))
     plan = wh.function(lambda x: tf.reduce_sum(x @ weight)).plan(tf.ones((4, 3)))
     assert [t.scope for t in plan.task_graphs] == ["(default)"]
-    with pytest.raises(PlanError, match="outside of scopes"):
+    with pytest.raises(PlanError, match="does not accept this strategy"):
         wh.set_default_strategy(wh.split(dim=-1))
-    with pytest.raises(PlanError, match="outside of scopes"):
+    with pytest.raises(PlanError, match="does not accept this strategy"):
         wh.set_default_strategy(wh.stage())
 
 

@@ -90,11 +90,11 @@ def test_a_cluster_without_room_and_a_failed_run(monkeypatch: pytest.MonkeyPatch
 
     def fail(*args: Any) -> None:
         error = ray.exceptions.RayTaskError()
-        error.cause = ClusterError("the run of the function failed")
+        error.cause = ClusterError("the run that was started to call the function has failed")
         raise error
 
     monkeypatch.setattr(on_ray, "launch_pickled", fail)
-    with pytest.raises(ClusterError, match="the run of the function failed"):
+    with pytest.raises(ClusterError, match="to call the function has failed"):
         whale.ray.run(print, np=3)
     assert ray.held == []
 

@@ -68,7 +68,7 @@ api.set_distribution(api.ModelParallel(layout_map=api.LayoutMap(mesh), batch_dim
     done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=300)
     assert done.returncode != 0
     assert "the device mesh does not fit this run" in done.stderr
-    assert "start as many ranks as it has" in done.stderr
+    assert "start as many ranks as the mesh has devices" in done.stderr
 
 
 def test_a_layout_that_the_plan_does_not_follow_is_refused(tmp_path: Path) -> None:

@@ -53,7 +53,7 @@ def test_a_function_that_fails(capfd: pytest.CaptureFixture[str]) -> None:
     def fail() -> None:
         raise KeyError("nothing here")
 
-    with pytest.raises(wh.ClusterError, match="the run of the function failed"):
+    with pytest.raises(wh.ClusterError, match="to call the function has failed"):
         wh.launch(fail, np=1)
     assert "rank 0 failed: KeyError: 'nothing here'" in capfd.readouterr().err
 

@@ -1,4 +1,7 @@
-"""Decodes the attributes of a NodeDef to plain values when they are first read."""
+"""Decodes the attributes of a NodeDef to plain Python values (``whale.ir.values``), each one when it is first read.
+
+The module also defines the attribute names by which Whale marks TensorFlow nodes, e.g. as part of the backward pass.
+"""
 
 from __future__ import annotations
 
@@ -26,9 +29,9 @@ _MARKS = {
     UNSCALED: "unscaled",
     ALL_FINITE: "all_finite",
 }
-MARKED = "_whale_marked"  # beside each of them, so that one look tells whether a node has any
-LOSS_SCALE = "_whale_loss_scale"  # of what is fed with the scale of losses; nodes of programs do not have it
-# Of what computes an activation again: TensorFlow must not take it for the operation that it repeats.
+MARKED = "_whale_marked"  # set together with every mark, so that one look-up tells whether a node has any
+LOSS_SCALE = "_whale_loss_scale"  # on the placeholder that a session feeds with the loss scale; never in a program
+# On ops that recompute an activation: TensorFlow must not merge them with the op that computed it first.
 RECOMPUTED = "_whale_recomputed"
 _SMALL_BYTES = 64
 # The attributes that TensorFlow adds on its own say nothing about what a node computes, except these.
@@ -38,12 +41,20 @@ _KEPT_INTERNAL = frozenset(
 
 
 def mark_attributes(mark: str) -> dict[str, Any]:
-    """Returns the attributes that represent a mark on a TensorFlow node: AttrValue protos, by name."""
+    """Returns the attributes to set on a TensorFlow node so that it carries a mark: AttrValue protos by attribute name.
+
+    Args:
+      mark: one of the attribute names of this module, such as ``BACKWARD``.
+    """
     return {key: AttrValue(b=True) for key in (MARKED, mark)}
 
 
 def read_marks(attrs: Any) -> Marks:
-    """Returns the marks of a TensorFlow node from its attributes."""
+    """Returns the marks that a TensorFlow node carries.
+
+    Args:
+      attrs: the node's attribute map, ``NodeDef.attr``.
+    """
     if MARKED not in attrs:
         return NO_MARKS
     return _make_marks(tuple([name for key, name in _MARKS.items() if key in attrs]))
@@ -62,7 +73,7 @@ def find_dtype_name(enum: int) -> str:
 
 @cache
 def find_dtype_enum(name: str) -> int:
-    """Inverse of ``find_dtype_name``."""
+    """Returns the DataType enum of a dtype's name: ``float32`` -> 1. Inverse of ``find_dtype_name``."""
     return tf.dtypes.as_dtype(name).as_datatype_enum
 
 
@@ -74,7 +85,9 @@ def decode_shape(proto: Any) -> Shape:
 
 
 def decode_tensor(proto: Any) -> Tensor:
-    """Decodes a TensorProto to a Tensor; compressed protos (one value for all elements) are expanded."""
+    """Decodes a TensorProto to a Tensor with one value per element, also if the proto stores one value for all
+    elements.
+    """
     name = find_dtype_name(proto.dtype)
     shape = tuple(d.size for d in proto.tensor_shape.dim)
     count = int(np.prod(shape, dtype=np.int64))
@@ -89,7 +102,7 @@ def decode_tensor(proto: Any) -> Tensor:
 
 
 def decode_text(raw: bytes) -> str | bytes:
-    """Decodes text to str when it is valid UTF-8, and returns the bytes otherwise."""
+    """Returns bytes as a str if they are valid UTF-8, and unchanged otherwise."""
     try:
         return raw.decode("utf-8")
     except UnicodeDecodeError:
@@ -97,7 +110,7 @@ def decode_text(raw: bytes) -> str | bytes:
 
 
 def decode_func(proto: Any) -> Func:
-    """Decodes a NameAttrList to a Func."""
+    """Decodes a NameAttrList (a function's name and attributes) to a Func, without attributes that begin with "_"."""
     return Func(proto.name, {k: decode(v) for k, v in proto.attr.items() if not k.startswith("_")})
 
 
@@ -114,7 +127,10 @@ _DECODERS: dict[str, Callable[[Any], Any]] = {
 
 
 def decode(value: Any) -> Any:
-    """Decodes an AttrValue proto to a plain value (see whale.ir.values); an empty list is ``()``, one unset is None."""
+    """Decodes an AttrValue proto to a plain value (see whale.ir.values).
+
+    A list becomes a tuple, ``()`` if it is empty. An AttrValue without a value becomes None.
+    """
     # A graph of thousands of nodes has some dozens of types, shapes and small constants.
     return _decode_small(value.SerializeToString()) if value.ByteSize() <= _SMALL_BYTES else _decode_value(value)
 
@@ -136,11 +152,12 @@ def _decode_value(value: Any) -> Any:
 
 
 class NodeAttrs(Mapping[str, Any]):
-    """The attributes of ``node_def``, decoded when the first of them is read; each large value is decoded when it is
-    read.
+    """Maps the attribute names of a NodeDef to decoded values.
 
-    Internal attributes (leading underscore) that do not change what the node computes are left out. The NodeDef is
-    shared with the graph it came from: nobody writes to it. Nodes with equal attributes share what is decoded.
+    Attributes are decoded at the first access of any of them, values of more than 64 bytes only when they are read
+    themselves. Attributes that begin with "_" are left out, unless they change what the node computes. The NodeDef
+    belongs to the graph that it was read from and must not be changed. Nodes with equal small attributes share one
+    decoded dict.
     """
 
     __slots__ = ("_known", "node_def")
@@ -151,7 +168,11 @@ class NodeAttrs(Mapping[str, Any]):
 
     @property
     def shared(self) -> SharedAttrs | None:
-        """Returns the attributes object that equal nodes share; None where a value is large and stays with its node."""
+        """Returns the decoded dict that nodes with equal attributes share, or None.
+
+        None means that a value has more than 64 bytes; such attributes belong to one node. Passes cache by the dict's
+        identity.
+        """
         known = self._decode_all()
         return None if known.large else known
 
@@ -166,7 +187,7 @@ class NodeAttrs(Mapping[str, Any]):
         return key in (self._known or self._decode_all())
 
     def get(self, key: str, default: Any = None) -> Any:
-        """Returns the value of an attribute, or ``default`` when the node lacks it."""
+        """Returns the value of attribute ``key``, or ``default`` if the node has no such attribute."""
         value = (self._known or self._decode_all()).get(key, default)
         return self[key] if value is _LARGE else value
 
@@ -190,7 +211,7 @@ _LARGE = object()  # stands for a value that is not decoded yet
 
 
 def _decode_node(node_def: Any) -> SharedAttrs:
-    """Returns a node's decoded attributes; they are cached, since passes read those of all nodes many times."""
+    """Returns a node's decoded attributes, from a cache if all values are small, since passes read them many times."""
     items = [
         (key, value.SerializeToString() if value.ByteSize() <= _SMALL_BYTES else None)
         for key, value in node_def.attr.items()

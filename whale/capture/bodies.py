@@ -1,4 +1,8 @@
-"""Converts function bodies to graphs whose tensors have the shapes that the caller passes."""
+"""Loads the functions of a graph's library as graphs whose static shapes follow from the shapes that a caller passes.
+
+TensorFlow traces a function, a loop's body or a branch once, often with unknown sizes. To plan a program, Whale needs
+the sizes of one call. ``load_body`` loads one function for given arguments, ``import_settled_graph`` a whole GraphDef.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +24,15 @@ _HANDLES = (tf.resource, tf.variant)
 
 @dataclass(frozen=True, slots=True)
 class Body:
-    """A function's body: its graph (with the GraphDef when that is at hand), arguments, results and effects."""
+    """Represents a function as a graph, with static shapes for one call.
+
+    Attributes:
+      graph: the graph of the function's nodes.
+      graph_def: the GraphDef of ``graph`` if it has been made already, else None.
+      inputs: names of the placeholders that stand for the arguments.
+      outputs: the tensors of ``graph`` that the function returns.
+      effects: names of the nodes that run for their side effects (the function's control outputs).
+    """
 
     graph: tf.Graph
     graph_def: Any | None
@@ -30,10 +42,15 @@ class Body:
 
 
 def load_body(caller: tf.Graph, library: Mapping[str, Any], name: str, arguments: list[tf.Tensor] | None) -> Body:
-    """Returns the body of function ``name``, typed for ``arguments`` (None: for the types that the function declares).
+    """Returns function ``name`` as a graph whose shapes follow from ``arguments``.
 
-    The graph that the function was traced as is used when it is at least as specific; otherwise the body is imported
-    again, so that TensorFlow's shape functions see the caller's shapes.
+    The FuncGraph that tf.function has traced is used if its inputs are at least as static as ``arguments``. Otherwise
+    the FunctionDef is imported again, so that TensorFlow's shape functions see the caller's shapes.
+
+    Args:
+      caller: the graph that holds the call.
+      library: FunctionDefs by name.
+      arguments: the tensors of ``caller`` that the call passes; None: use the types that the FunctionDef declares.
     """
     function_def = library[name]
     traced = _find_traced_graph(caller, name)
@@ -75,7 +92,7 @@ def _is_compatible_and_known(own: tf.TensorShape, given: tf.TensorShape) -> bool
 
 
 def _make_traced_body(traced: func_graph.FuncGraph, function_def: Any) -> Body | None:
-    """Wraps the traced graph as a Body; returns None when its node names are not those of ``function_def``."""
+    """Returns the traced graph as a Body; None if its node names differ from those of ``function_def``."""
     arguments = {a.name: t for a, t in zip(function_def.signature.input_arg, traced.inputs)}
     graph_def = traced.as_graph_def()
     op_types = {n.name: n.op for n in graph_def.node}
@@ -95,7 +112,7 @@ def _make_traced_body(traced: func_graph.FuncGraph, function_def: Any) -> Body |
 
 
 def _map_output_ranges(op: tf.Operation) -> dict[str, int]:
-    """Maps each output argument to the number of its first output."""
+    """Maps each output argument of the op to the index of its first tensor in ``op.outputs``."""
     first: dict[str, int] = {}
     count = 0
     node_def = op.node_def
@@ -111,9 +128,9 @@ def _map_output_ranges(op: tf.Operation) -> dict[str, int]:
 
 
 def import_settled_graph(graph_def: Any) -> tf.Graph:
-    """Imports ``graph_def`` into a new graph, with loops and branches as static as their inputs allow.
+    """Imports a GraphDef into a new graph, with the shapes of loops and branches as static as their inputs allow.
 
-    Writes to ``graph_def`` (see ``whale.capture.bodies``).
+    Changes the shapes that ``graph_def`` records for loops and branches, as ``import_settled`` does.
     """
     library = {f.signature.name: f for f in graph_def.library.function}
 
@@ -178,7 +195,7 @@ def _import_body(
 
 
 def _list_callees(graph_def: Any, library: Mapping[str, Any]) -> list[str]:
-    """Lists the functions that the nodes of ``graph_def`` call, directly or through others."""
+    """Returns the names of the functions that the nodes of ``graph_def`` call, directly or through other functions."""
     found: dict[str, None] = {}
     waiting = [graph_def.node]
     while waiting:
@@ -194,13 +211,21 @@ def _list_callees(graph_def: Any, library: Mapping[str, Any]) -> list[str]:
 
 
 def import_settled(graph_def: Any, imported: Callable[[], tf.Graph], results: Results) -> tf.Graph:
-    """Imports ``graph_def`` by ``imported`` until the shapes written into it have settled, and returns the graph.
+    """Imports ``graph_def`` again and again until the shapes of its loops and branches no longer change.
 
-    Loops and branches record the shapes that their outputs had when they were built; with other placeholders these are
-    too loose. Each loop is first taken to keep the shapes of its inputs. Where the body, typed so, returns another
-    shape, that dimension is loosened. A branch node gets what its alternatives, typed for its inputs, agree on. The
-    graph is imported again until nothing changes: sizes of loops are only ever loosened, and between two such changes
-    branches settle in the order in which they depend on each other, so this ends. Writes to ``graph_def``.
+    A While or If node records the shapes that its outputs had when it was built. After the import with other
+    placeholders these shapes are too loose. Each loop is first assumed to keep the shapes of its inputs. If the body,
+    with arguments of these shapes, returns another size in some dimension, that dimension becomes unknown. A branch
+    node gets the shapes on which all its branches agree. The process ends: shapes of loops only get looser, and between
+    two such changes the branches settle in the order in which they depend on each other.
+
+    Args:
+      graph_def: the graph to import; the shapes that its loops and branches record are changed.
+      imported: imports ``graph_def`` as it is now into a new graph.
+      results: returns the results of a function of the library for given arguments, with their shapes.
+
+    Returns:
+      The graph of the last import.
     """
     loose = [n for n in graph_def.node if _is_loose(n)]
     loops = [n for n in loose if n.op in LOOPS]
@@ -234,7 +259,7 @@ def _is_loose(node: Any) -> bool:
 
 
 def _write_shapes(node: Any, op: tf.Operation, shapes: Sequence[tf.TensorShape]) -> bool:
-    """Records ``shapes`` unless the outputs have them already; says whether it did."""
+    """Records ``shapes`` in the node; returns False if the outputs of ``op`` had these shapes already."""
     if _list_dims([t.shape for t in op.outputs]) == _list_dims(shapes):
         return False
     del node.attr["output_shapes"].list.shape[:]
@@ -249,7 +274,9 @@ def _list_dims(shapes: Sequence[tf.TensorShape]) -> list[Any]:
 def _loosen_loop_shapes(
     graph: tf.Graph, node: Any, op: tf.Operation, recorded: Sequence[tf.TensorShape], results: Results
 ) -> list[tf.TensorShape]:
-    """Returns the shapes of the loop's outputs, loosened where one iteration of the body does not keep them."""
+    """Returns the loop's output shapes, with dimensions unknown in which one iteration of the body returns another
+    size.
+    """
     arguments = [i if i.dtype in (tf.resource, tf.variant) else o for i, o in zip(op.inputs, op.outputs, strict=True)]
     returned = results(graph, node.attr["body"].func.name, arguments)
     kept = []
@@ -262,7 +289,7 @@ def _loosen_loop_shapes(
 def _merge_branch_shapes(
     graph: tf.Graph, node: Any, op: tf.Operation, recorded: Sequence[tf.TensorShape], results: Results
 ) -> list[tf.TensorShape]:
-    """Returns the shapes on which all alternatives of a branch node agree, for each of its outputs."""
+    """Returns, for each output of a branch node, the most specific shape that all its branches are compatible with."""
     if "branches" in node.attr:
         names = [f.name for f in node.attr["branches"].list.func]
     else:
@@ -278,6 +305,8 @@ def _merge_branch_shapes(
 
 
 def _merge_recorded(shape: tf.TensorShape | None, recorded: tf.TensorShape) -> tf.TensorShape:
-    """Merges a shape with the one that the node was built with, which holds in any case, if they are compatible."""
+    """Returns an inferred shape with the sizes added that the node recorded when it was built; unchanged if the two
+    differ.
+    """
     shape = tf.TensorShape(None) if shape is None else shape
     return shape.merge_with(recorded) if shape.is_compatible_with(recorded) else shape

@@ -1,4 +1,4 @@
-"""Defines the result of a capture: the program, and its links to the user's objects."""
+"""Defines what a capture returns: the program, and which variables and tensors of the user its nodes stand for."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from whale.ir.program import Program
 
 @dataclass(frozen=True, slots=True)
 class CapturedVariable:
-    """A variable of the program.
+    """Represents a variable of a captured program.
 
     Attributes:
-      node: the program's node that yields its handle.
-      name: unique within the program.
-      variable: the tf.Variable; None in a v1 graph that does not list it in a collection.
-      handle: its resource handle (eager, or a tensor of the v1 graph).
+      node: name of the program's node that outputs the variable's handle.
+      name: name of the variable, unique within the program.
+      variable: the tf.Variable; None if a v1 graph does not list the variable in a collection.
+      handle: the resource handle: an eager tensor, or a tensor of the v1 graph.
     """
 
     node: str
@@ -30,16 +30,17 @@ class CapturedVariable:
 
 @dataclass(frozen=True)
 class Traced:
-    """The links between a program and the user's objects.
+    """Links a program's nodes to the user's variables, tensors and return value.
 
     Attributes:
-      inputs: Placeholder nodes that take the caller's tensors, in flat order.
-      captures: other tensors that are passed at each call (tables, iterators, variants, constants too large for a
-        graph), as (Placeholder node, tensor).
-      variables: in the order of the program's.
+      inputs: names of the Placeholder nodes that take the caller's tensors, in flat order.
+      captures: other tensors that have to be passed at each call (tables, iterators, variants, constants too large for
+        a
+        GraphDef), as (name of the Placeholder node, tensor).
+      variables: the program's variables, in its order.
       function: the traced ConcreteFunction; None for a v1 graph.
-      structured_outputs: the return value of the user's function, with the trace's tensors as leaves.
-      fed: of a v1 graph: names of the fed tensors that ``inputs`` take.
+      structured_outputs: what the user's function returned in the trace, with tensors of the trace as leaves.
+      fed: for a v1 graph, the names of the fed tensors, in the order of ``inputs``; otherwise empty.
     """
 
     inputs: tuple[str, ...]
@@ -61,11 +62,11 @@ class Traced:
 
 @dataclass(frozen=True)
 class Captured(Traced):
-    """A captured program.
+    """Holds a captured program with its links to the user's objects.
 
     Attributes:
-      program: its inputs are ``inputs`` and then the nodes of ``captures``.
-      read_s: seconds that reading the trace into the program took.
+      program: the program; its inputs are the nodes of ``inputs``, then those of ``captures``.
+      read_s: seconds that the conversion of the trace to the program took.
     """
 
     program: Program = field(kw_only=True)

@@ -1,9 +1,10 @@
-"""Gives the variables that a function creates in its first trace their first values.
+"""Computes the initial values of variables that a step creates in its first trace.
 
-tf.function computes a first value before the first call where it follows from constants and random numbers alone. One
-that depends on more (another variable, as Lookahead's slow weights are copies of the weights; the function's arguments)
-it assigns during the first call, where the variable is created. Both are done here without the conditions by which
-tf.function asks in each call whether a variable has its value, so that the first call is a program like others.
+If an initial value depends on constants and random ops only, tf.function computes it before the first call. If it
+depends on an argument or on another variable (Lookahead's slow weights are copies of the weights), tf.function assigns
+it in the first call. This module does the same, but without the conditional "is the variable initialized?" that
+tf.function puts into its graph for every call. So the first call's program has no such branches and is planned as any
+other.
 """
 
 from __future__ import annotations
@@ -23,14 +24,15 @@ _PASSED_ON = ("trainable", "caching_device", "name", "constraint", "synchronizat
 
 
 class CreatedVariables:
-    """The variables that the traces of one function create.
+    """Creates and initialises the variables that the traces of one function create.
 
     Args:
-      creator: of variables, as TensorFlow asks one; it is asked before they are created here. None: nobody is.
+      creator: a variable creator, as ``tf.variable_creator_scope`` takes one, that is called for each variable before
+        this class creates it; None: there is none.
 
     Attributes:
-      latest: those that the latest run of the function's Python created.
-      assigned: those that the first call gives their values, as that run describes it.
+      latest: the variables that the latest run of the function's Python code created.
+      assigned: the variables whose initial value the trace assigns, so that only a call of this trace initialises them.
     """
 
     def __init__(self, creator: Callable[..., Any] | None) -> None:
@@ -43,16 +45,16 @@ class CreatedVariables:
         self.assigned: list[Any] = []
 
     def begin(self) -> None:
-        """Begins a run of the function's Python, in the graph that is built now."""
+        """Records that the function's Python code begins to run, and that the current default graph is its trace."""
         self._graph = tf.compat.v1.get_default_graph()
         self._runs += 1
         self.latest = []
 
     def create(self, next_creator: Callable[..., Any], **wanted: Any) -> Any:
-        """Creates a variable, as a variable creator of TensorFlow.
+        """Creates a variable; installed as a variable creator for the time of the trace.
 
         Raises:
-          ValueError: each run of the function's Python creates variables; what tf.function says.
+          ValueError: the function creates variables again in a later run of its Python code; the text is tf.function's.
         """
         if self._runs > 1:
             raise ValueError(
@@ -62,7 +64,7 @@ class CreatedVariables:
         if tf.executing_eagerly():  # in an init_scope: outside of the function, where the first value is known at once
             self.latest.append(self._ask(_create_eagerly, wanted))
             return self.latest[-1]
-        # In functions, loops and branches inside of this one TensorFlow creates them.
+        # In nested functions, loops and branches TensorFlow itself creates the variables.
         inside = tf.compat.v1.get_default_graph() is not self._graph
         lifts = wanted.get("experimental_enable_variable_lifting") is not False
         variable = self._ask(next_creator if inside or not lifts else self._make, wanted)
@@ -72,7 +74,7 @@ class CreatedVariables:
         return variable
 
     def initialise(self) -> None:
-        """Computes the first values that follow from nothing that a call knows."""
+        """Assigns the initial values that depend on neither arguments nor variables, outside of the trace."""
         waiting, self._waiting = self._waiting, []
         if not waiting:
             return
@@ -89,10 +91,15 @@ class CreatedVariables:
                 gen_resource_variable_ops.assign_variable_op(variable.handle, value)
 
     def refuse_without_value(self, name: str) -> None:
-        """
+        """Raises an error if the first call of the traced step would leave a created variable without a value.
+
+        Args:
+          name: the step's name, for the error.
+
         Raises:
-          CaptureError: a variable that is created in a function, a loop or a branch inside has no value before the
-            first call, or TensorFlow has traced that call again for one, and not kept how it gives others theirs.
+          CaptureError: a variable created in a nested function, loop or branch is still uninitialised; or an initial
+            value
+            depends on the call, and TensorFlow traced the function again and dropped the trace with the assignment.
         """
         for variable in self._inside:
             if isinstance(variable, UnliftedInitializerVariable):
@@ -143,20 +150,27 @@ def _create_eagerly(**wanted: Any) -> Any:
 
 
 def make_creation_error(name: str, given: str) -> CaptureError:
-    """Makes the error for a variable that a call cannot give its first value."""
+    """Returns the error for a variable whose initial value Whale cannot compute.
+
+    Args:
+      name: name of the step or of the variable.
+      given: which variable it is, or what is wrong with its initial value.
+    """
     return CaptureError(
-        "a variable that is created in a step has no first value that Whale can compute",
+        "Whale cannot compute the initial value of a variable that the step creates",
         op=name,
         given=given,
-        expected="a variable of known shape; in functions, loops and branches inside of the step one that begins with "
-        "constants or random numbers",
-        action="create the variable before the first call of the step, or in the step itself",
+        expected="a variable of fully known shape; if it is created in a nested function, loop or branch, an initial "
+        "value made of constants or random numbers",
+        action="create the variable before the first call of the step, or at the top level of the step",
     )
 
 
 def _find_captured_tensors(value: tf.Tensor) -> list[tf.Tensor] | None:
-    """Returns the captured tensors that a value follows from; None: a variable, another resource or an argument of the
-    function is among what it follows from.
+    """Returns the captured constants that ``value`` depends on, or None.
+
+    None means that ``value`` also depends on a variable, on another resource or on an argument of the function, so that
+    it cannot be computed before the call.
     """
     constants = {
         id(internal): internal

@@ -1,4 +1,4 @@
-"""Encodes programs as TensorFlow protos: nodes as NodeDefs, programs as GraphDefs, bodies as FunctionDefs."""
+"""Encodes programs as TensorFlow protos: a node as a NodeDef, a program as a GraphDef, a function as a FunctionDef."""
 
 from __future__ import annotations
 
@@ -47,12 +47,16 @@ def encode_tensor(value: Tensor) -> Any:
 
 
 def encode_shape(dims: tuple[int | None, ...] | None) -> Any:
-    """Encodes dimensions as a TensorShapeProto."""
+    """Encodes sizes as a TensorShapeProto; a size of None is unknown, and ``dims=None`` is an unknown rank."""
     return tf.TensorShape(dims).as_proto()
 
 
 def _encode_field(value: Any, kind: str) -> tuple[str, Any]:
-    """Returns (field of AttrValue, value for it); ``kind`` is the op's attribute type, or "" when the op has none."""
+    """Returns (field name of AttrValue, value to store in the field).
+
+    Args:
+      kind: type of the attribute in the OpDef, such as ``int``; "" if the op does not define the attribute.
+    """
     if isinstance(value, DType) or kind == "type":
         return "type", find_dtype_enum(str(value))
     if isinstance(value, (bool, np.bool_)):
@@ -75,7 +79,7 @@ def _encode_field(value: Any, kind: str) -> tuple[str, Any]:
             func.attr[key].CopyFrom(encode(item))
         return "func", func
     raise ProgramError(
-        "an attribute value has no proto form",
+        "an attribute value has no proto form: it cannot be written to an AttrValue",
         given=f"{type(value).__name__} {value!r}",
         expected="bool, int, float, text, DType, Shape, Tensor, Func or a tuple of one of these",
         action="give the attribute one of the types of whale.ir.values",
@@ -86,11 +90,11 @@ def encode(value: Any, kind: str = "") -> Any:
     """Encodes a plain value as an AttrValue proto.
 
     Args:
-      value: as in whale.ir.values; None is an unset value.
-      kind: attribute type of the op's definition (``list(int)``), where there is one.
+      value: a value as in whale.ir.values, or a tuple of them; None gives an AttrValue without a value.
+      kind: type of the attribute in the OpDef, such as ``list(int)``; "" if it is not known.
 
     Raises:
-      ProgramError: the value is of no type that an attribute can hold.
+      ProgramError: an attribute cannot hold a value of this type.
     """
     proto = attr_value_pb2.AttrValue()
     if isinstance(value, (tuple, list)):
@@ -110,11 +114,12 @@ def encode(value: Any, kind: str = "") -> Any:
 
 
 def encode_node_def(node: Node, name: str, inputs: Sequence[str], known: dict[int, Any] | None = None) -> Any:
-    """Encodes ``node`` as a NodeDef with another name and other operands, without a device or on the host's.
+    """Encodes ``node`` as a NodeDef with the given name and inputs; the device is empty, or the CPU if the node is
+    on_host.
 
     Args:
-      inputs: operands as GraphDefs spell them (``a``, ``a:1``), then controls (``^a``).
-      known: NodeDefs that were made of attributes which several nodes have, by the number of the object; added to.
+      inputs: operands as a GraphDef spells them (``a``, ``a:1``), then control inputs (``^a``).
+      known: cache of NodeDefs by ``id(node.attrs)``, for attribute dicts that several nodes share; it is added to.
     """
     node_def = node_def_pb2.NodeDef()
     attrs = node.attrs
@@ -142,12 +147,12 @@ def encode_node_def(node: Node, name: str, inputs: Sequence[str], known: dict[in
 
 
 def format_operand(ref: Ref) -> str:
-    """Returns ``ref`` as a GraphDef spells it."""
+    """Returns an operand as a GraphDef spells it: ``a`` for output 0 of node a, ``a:1`` for output 1."""
     return ref.node if ref.index == 0 else f"{ref.node}:{ref.index}"
 
 
 def encode_graph_def(program: Program) -> Any:
-    """Encodes ``program`` as a GraphDef with its functions in the library; node names stay."""
+    """Encodes ``program`` as a GraphDef; node names are kept, and its functions become the GraphDef's library."""
     graph_def = graph_pb2.GraphDef()
     graph_def.versions.producer = versions.GRAPH_DEF_VERSION
     graph_def.versions.min_consumer = versions.GRAPH_DEF_VERSION_MIN_CONSUMER
@@ -160,10 +165,11 @@ def encode_graph_def(program: Program) -> Any:
 
 
 def encode_function_def(program: Program, name: str) -> Any:
-    """Encodes ``program`` as a FunctionDef: inputs become arguments, outputs results, and its effects always run.
+    """Encodes ``program`` as a FunctionDef: its inputs become arguments, its outputs results, its effects control
+    outputs.
 
-    Node names stay; arguments and results are called ``arg_0``, ``result_0``, ... Functions that it calls are not
-    included.
+    Node names are kept; arguments are called ``arg_0``, ..., and results ``result_0``, ... Control outputs always run.
+    Functions that ``program`` calls are not included.
     """
     function = function_pb2.FunctionDef()
     signature = function.signature
@@ -205,10 +211,10 @@ def _make_unused_name(name: str, taken: set[str]) -> str:
 
 
 def _format_outputs(node: Node) -> list[str]:
-    """Returns ``output argument:index`` for each output, as FunctionDefs spell it.
+    """Returns each output of ``node`` as a FunctionDef spells it: ``<output argument>:<index>``, e.g. ``product:0``.
 
     Raises:
-      ProgramError: the op type is not registered.
+      ProgramError: the op type is not registered in this process.
     """
     op_def = op_def_registry.get(node.op)
     if op_def is None:
@@ -216,7 +222,8 @@ def _format_outputs(node: Node) -> list[str]:
             "an op type is not registered",
             op=node.name,
             given=node.op,
-            action="load the library that registers it before lowering",
+            expected="an op type that this process has registered",
+            action="call tf.load_op_library() for the library with this op on every rank, before the step is called",
         )
     texts: list[str] = []
     for argument in op_def.output_arg:

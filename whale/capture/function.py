@@ -1,9 +1,9 @@
-"""Traces a Python train step, and converts the trace to a Program.
+"""Traces a Python train step with tf.function, and converts the trace to a Program.
 
-Loops over datasets and iterators inside of a step are traced as loops over tensors, which all ranks run. TensorFlow
-makes a loop over a dataset one operation, which runs the loop's body as a function of its own: one rank would train
-alone. Here such a loop reads an iterator, and the element comes out of the branch that asks whether there is one, so
-that what one rank has read is known to all where the body begins.
+A ``for`` loop over a tf.data dataset or iterator inside a step needs care. TensorFlow turns a loop over a dataset into
+one op (``ReduceDataset``) that runs the loop body as its own function, so each rank would train alone. Here such a loop
+is traced as a tf.while_loop that reads an iterator. The element is the result of a tf.cond on "is there a next
+element?", computed before the body, so the plan can share what one rank has read with all ranks.
 
 Decision: 0197.
 """
@@ -55,7 +55,7 @@ def capture_function(
     loss_scale: LossScale | None = None,
     drawing: IteratorReads | None = None,
 ) -> Captured:
-    """Traces a function as ``trace_function`` does, and converts the trace to a program."""
+    """Traces ``fn(*args, **kwargs)`` and returns its program; for the arguments see ``trace_function``."""
     return trace_function(fn, args, kwargs, name, mark_gradients, loss_scale, drawing).read()
 
 
@@ -73,25 +73,29 @@ def trace_function(
 ) -> Trace:
     """Traces ``fn(*args, **kwargs)`` as tf.function would, for exactly the shapes of these arguments.
 
-    Variables that ``fn`` creates are created, once, at this first trace (``CreatedVariables``). Unknown sizes in the
-    ``input_signature`` of a tf.function take those of the arguments.
+    If ``fn`` creates variables, this call creates them, once (see ``CreatedVariables``). Unknown sizes in the
+    ``input_signature`` of a tf.function are replaced by the sizes of the arguments.
 
     Args:
       fn: a Python function, a method, or a tf.function.
-      args: positional arguments; tensors, arrays and TensorSpecs become the program's inputs, other values are
+      args: positional arguments; tensors, arrays and TensorSpecs become the program's inputs, other values become
         constants of the trace.
-      name: name of the program; default the function's.
-      mark_gradients: nodes that compute gradients carry a mark.
-      loss_scale: what losses are multiplied by before they are differentiated, and how it adapts; None: nothing.
-      drawing: takes the batches that ``fn`` reads of iterators: the program's first inputs. None: ``fn`` reads them.
-      creator: of the variables that ``fn`` creates, as TensorFlow asks one. None: TensorFlow's own.
-      around: entered for the trace, and in it for each run of ``fn``, of which there are several where it creates
-        variables.
-      shapes: of the tensors among the arguments, in flat order, with None for sizes that the trace is not to know.
-        None: those of the arguments.
+      kwargs: keyword arguments, treated like ``args``.
+      name: name of the program; None: the function's name.
+      mark_gradients: whether nodes that compute gradients carry the mark "backward".
+      loss_scale: scales losses before they are differentiated; None: losses are not scaled.
+      drawing: reads the batches when ``fn`` calls ``next(iterator)``, and makes them the program's first inputs. None:
+        the trace itself reads the iterators.
+      creator: variable creator for the variables that ``fn`` creates; None: TensorFlow's own.
+      around: context manager that is entered around the trace, and again around each run of ``fn`` within the trace. If
+        ``fn`` creates variables, it runs several times.
+      shapes: shapes of the tensors among the arguments, in flat order, with None for sizes that the trace must not
+        know.
+        None: the shapes of the arguments.
 
     Raises:
-      CaptureError: an argument's shape is unknown, or the trace fails to be static.
+      CaptureError: the shape of an argument is not fully known, a created variable has no initial value that Whale can
+        compute, or ``fn`` captures a value that is known only at the call.
     """
     python_fn, options = getattr(fn, "python_function", fn), read_tracing_options(fn)
     program_name = name or str(getattr(python_fn, "__name__", "step"))
@@ -114,7 +118,7 @@ def trace_function(
         if drawing is not None:
             drawing.enter()
         positional, keywords = arguments.rebuild(tensors)
-        # Asked after the user's own (100), and before tf.function's (50).
+        # TensorFlow calls creators by descending priority: the user's own (100), this one, tf.function's (50).
         with around(), tf.compat.v1.get_default_graph()._variable_creator_scope(created.create, priority=60):
             results = called(*positional, **keywords)
         if loss_scale is not None:
@@ -132,7 +136,8 @@ def trace_function(
             raise make_creation_error(program_name, str(error).partition(" via at least")[0]) from error
         created.refuse_without_value(program_name)
         created.initialise()
-        # Names depend on what is created, and have to be those of a rank on which it is there already.
+        # Creating variables changes the names of nodes. Another trace has the names of a rank on which the variables
+        # existed before.
         if created.latest and not created.assigned:
             concrete = tf.function(call, **options).get_concrete_function(*specs)
     return Trace(concrete, program_name, drawing.inputs if drawing is not None else (), bool(created.assigned))
@@ -141,18 +146,19 @@ def trace_function(
 def _rewrite(
     fn: Callable[..., Any], autograph: bool = True, experimental_autograph_options: Any = None
 ) -> Callable[..., Any]:
-    """Returns a function as tf.function calls it: rewritten by AutoGraph, unless it asks not to be.
+    """Returns ``fn`` converted by AutoGraph, or ``fn`` itself if ``autograph`` is False.
 
-    What is called around it here is not rewritten, which would take longer than to trace a small step.
+    Only the user's function is converted. To have tf.function also convert the wrapper that ``trace_function`` puts
+    around it would take longer than the trace of a small step.
     """
     return py_func_from_autograph(fn, experimental_autograph_options) if autograph else fn
 
 
 @contextmanager
 def _raise_own_errors() -> Iterator[None]:
-    """Raises an error of Whale's from traced code as it is, with the line of the script that it comes from.
+    """Raises a WhaleError that occurs in traced code as itself, with the script's file and line as the fact "at".
 
-    AutoGraph makes a StagingError of every exception whose class it does not know, which nobody can catch by its kind.
+    Without this, AutoGraph would wrap the error into a StagingError, and a caller could not catch it by its class.
     """
     try:
         yield
@@ -171,20 +177,28 @@ def _raise_own_errors() -> Iterator[None]:
 
 
 class Trace:
-    """A function traced by TensorFlow.
+    """Holds a function traced by TensorFlow, before its conversion to a program.
 
     Attributes:
-      name: of its program.
-      inputs: placeholders of the caller's tensors, in flat order.
-      captures: other tensors that are passed at each call, with their placeholders' names.
-      variables: all that it captures.
-      is_first: whether it gives variables that the function creates their first values: it is for one call.
+      name: name that the program will have.
+      inputs: placeholders of the caller's tensors, in flat order; batches that were drawn for the trace come first.
+      captures: other tensors that have to be passed at each call, as (name of the placeholder, tensor).
+      variables: the variables that the trace captures.
+      is_first: True if the trace assigns the initial values of variables that the function created. Then it serves one
+        call only; the next call needs a new trace.
     """
 
     def __init__(self, concrete: Any, name: str, drawn: Sequence[tf.Tensor], is_first: bool = False):
-        """
+        """Sorts the captured tensors of a ConcreteFunction into variables, constants and tensors to pass at each call.
+
+        Args:
+          concrete: the ConcreteFunction.
+          name: name that the program will have.
+          drawn: placeholders of the batches that the step reads from iterators.
+          is_first: see the attribute.
+
         Raises:
-          CaptureError: it captures a value that is only known when it is called.
+          CaptureError: the function captures a value that is known only when it is called.
         """
         self.name, self._concrete, self._graph, self.is_first = name, concrete, concrete.graph, is_first
         graph = self._graph
@@ -192,8 +206,9 @@ class Trace:
             raise CaptureError(
                 "the function captures a value that is only known when it is called",
                 op=name,
-                given=f"{len(graph.deferred_external_captures)} deferred captures",
-                action="pass the value as an argument",
+                given=f"{len(graph.deferred_external_captures)} deferred captures (capture_call_time_value)",
+                expected="captured tensors and variables that exist when the function is traced",
+                action="pass the value as an argument of the function",
             )
         captures = list(graph.captures)
         self.inputs = [*drawn, *list(graph.inputs)[: len(graph.inputs) - len(captures)]]
@@ -221,7 +236,7 @@ class Trace:
 
     @property
     def inputs_description(self) -> str:
-        """Describes the inputs."""
+        """Returns the names, dtypes and shapes of the inputs as text, for logs and for comparison between ranks."""
         ends = [*self.inputs, *(i for i, _ in self._passed)]
         return ", ".join(f"{self._find_node_name(t)}: {TensorType(t.dtype.name, _list_dims(t.shape))}" for t in ends)
 
@@ -229,10 +244,12 @@ class Trace:
         return self._lasting.get(internal.op.name, internal.op.name)
 
     def collect_ties(self, present: Collection[str]) -> Traced:
-        """Returns the links to the user's objects.
+        """Returns the links between the program's nodes and the user's objects, without the program itself.
+
+        Called instead of ``read`` if a compiled program was found in a cache.
 
         Args:
-          present: nodes of the variables that its program has.
+          present: names of the nodes of those variables that the program still has; other variables are left out.
         """
         return Traced(
             inputs=tuple(t.op.name for t in self.inputs),
@@ -243,10 +260,10 @@ class Trace:
         )
 
     def read(self) -> Captured:
-        """Converts the trace to a program, without unneeded nodes.
+        """Converts the trace to a program; nodes that neither outputs nor side effects need are dropped.
 
         Raises:
-          CaptureError: the trace is not static.
+          CaptureError: a placeholder has no value, an op type is not registered, or the graph has a cycle.
         """
         start_s = time.perf_counter()
         graph = self._graph
@@ -269,7 +286,10 @@ class Trace:
         return Captured(**found, program=program, read_s=time.perf_counter() - start_s)
 
     def compute_digest(self) -> bytes:
-        """Returns a digest that is equal for traces with equal programs, in this process and in others."""
+        """Returns a 16-byte digest that is equal for traces that give equal programs, in this process and in others.
+
+        Finds a compiled program again without reading the trace.
+        """
         graph = self._graph
         graph_def = graph.as_graph_def()
         if self._lasting:
@@ -279,7 +299,7 @@ class Trace:
                     if operand in self._lasting:
                         node.input[i] = self._lasting[operand]
         data = graph_def.SerializeToString(deterministic=True)
-        if b"_gradient_op_type" in data:  # which a counter of the process is part of
+        if b"_gradient_op_type" in data:  # its value holds a counter of the process, which differs between ranks
             for nodes in (graph_def.node, *(f.node_def for f in graph_def.library.function)):
                 for node in nodes:
                     node.attr.pop("_gradient_op_type", None)
@@ -308,15 +328,17 @@ def _list_dims(shape: tf.TensorShape) -> tuple[int | None, ...] | None:
 
 
 def _can_be_constant(tensor: tf.Tensor) -> bool:
-    """Tells whether a captured tensor becomes a constant of the program."""
+    """Returns True if a captured tensor is stored as a constant in the program: an eager value of at most 64 MiB."""
     if tensor.dtype in (tf.resource, tf.variant) or not isinstance(tensor, tf.__internal__.EagerTensor):
         return False
     return tensor.dtype == tf.string or tensor.shape.num_elements() * tensor.dtype.size <= _LARGEST_CONSTANT_BYTES
 
 
 def _find_variable_of_handle(handle: tf.Tensor) -> tf.Variable | None:
-    """Returns a variable object for ``handle`` if it is a variable's; None for tables, iterators and other
-    resources.
+    """Returns a variable object for a resource handle; None if the handle is that of a table, iterator or other
+    resource.
+
+    If the tf.Variable that owns the handle is gone, a new one called "captured" is made for the handle.
     """
     if handle.dtype != tf.resource:
         return None
@@ -344,7 +366,11 @@ def _name_variable(variable: tf.Variable, node: str) -> str:
 
 
 def _add_constants(program: Program, constants: Mapping[str, tf.Tensor]) -> Program:
-    """Replaces inputs of ``program`` for captured eager tensors by Const nodes."""
+    """Replaces the inputs of ``program`` that stand for captured eager tensors by Const nodes.
+
+    Args:
+      constants: captured tensors by the name of their input node.
+    """
     if not constants:
         return program
     used = {r.node for n in program.nodes for r in n.inputs} | {r.node for r in program.outputs}
@@ -362,7 +388,9 @@ def _add_constants(program: Program, constants: Mapping[str, tf.Tensor]) -> Prog
 
 @contextmanager
 def _trace_element_loops() -> Iterator[None]:
-    """Makes AutoGraph trace loops over datasets and iterators as this module does, inside of the context."""
+    """Makes AutoGraph trace ``for`` loops over datasets and iterators with ``_loop`` of this module inside of the
+    context.
+    """
     known = control_flow.for_loop_registry._registry
     usual = {kind: known[kind] for kind in _KINDS}
     known |= {kind: _make_loop(loop) for kind, loop in usual.items()}
@@ -383,7 +411,7 @@ def _make_loop(usual: Callable[..., None]) -> Callable[..., None]:
 
 
 def _begin(dataset: tf.data.Dataset) -> Any:
-    """Returns an iterator over a dataset, which begins anew wherever the loop does."""
+    """Creates an iterator over ``dataset`` that starts from the beginning each time the program reaches the loop."""
     spec = dataset.element_spec
     flat = {"output_types": dataset._flat_types, "output_shapes": dataset._flat_shapes}
     with tf.init_scope():
@@ -401,12 +429,15 @@ def _loop(
     names: tuple[str, ...],
     options: dict[str, Any],
 ) -> None:
-    """Does what AutoGraph's loop over an iterator does.
+    """Traces ``for element in iterator: body(element)`` as a tf.while_loop; replaces AutoGraph's own implementation.
 
     Args:
-      more: whether the loop goes on, as the script says (``break``); None: to the end.
-      body: one turn, with an element.
-      get_state, set_state: the variables of Python that the loop changes, called ``names``.
+      more: returns whether the loop continues, if the script has a ``break``; None: it runs until the iterator ends.
+      body: runs one iteration with an element.
+      get_state: returns the values of the Python variables that the loop changes.
+      set_state: sets these variables.
+      names: names of these variables.
+      options: keyword arguments of tf.while_loop that the script has set.
     """
     has_next: Any = tf.constant(True)
 
@@ -432,7 +463,10 @@ def _loop(
 
 
 def _make_some(spec: Any) -> Any:
-    """Returns some element of a spec, for where there is none: of ones in unknown sizes, as splits of rows begin so."""
+    """Returns a dummy element of zeros, which stands in after the iterator's last element.
+
+    Unknown sizes become 1, because row splits of a RaggedTensor must not be empty.
+    """
     parts = [
         tf.zeros([1 if size is None else size for size in part.shape] if part.shape.rank else [], part.dtype)
         for part in _list_parts(spec)
@@ -446,5 +480,5 @@ def _list_parts(spec: Any) -> list[Any]:
 
 
 def _may_stand_in(part: Any) -> bool:
-    """Tells whether a part of an element is a tensor, and none that stands for a dataset or a table."""
+    """Returns True if a part of an element is a plain tensor, so that a dummy of zeros can replace it."""
     return isinstance(part, tf.TensorSpec) and part.dtype not in (tf.variant, tf.resource)

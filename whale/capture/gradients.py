@@ -1,9 +1,9 @@
-"""Puts gradient nodes into the scope of the forward op that they differentiate.
+"""Gives gradient nodes the scope (``wh.stage``, ``wh.split``) of the forward op that they differentiate.
 
-TensorFlow calls one Python function per differentiated op: ``backprop._gradient_function`` for tapes,
-``gradients_util._MaybeCompile`` for tf.gradients. What a tape does not differentiate op by op (``tf.custom_gradient``,
-calls of functions) is told to it by ``record.record_operation``, with the function that computes its gradient. Inside
-``scope_gradients()`` all of these run under the attribute scope of the forward op.
+TensorFlow computes the gradient of one op through one Python function: ``backprop._gradient_function`` for tapes,
+``gradients_util._MaybeCompile`` for tf.gradients. For ``tf.custom_gradient`` and for calls of functions,
+``record.record_operation`` hands a backward function to the tape. ``scope_gradients`` wraps all three, so that they run
+under the scope attribute of the forward op.
 """
 
 from __future__ import annotations
@@ -26,11 +26,12 @@ from whale.capture.attrs import BACKWARD, SCOPE_ATTR, mark_attributes
 
 @contextmanager
 def scope_gradients(marked: bool = False) -> Iterator[None]:
-    """Gives gradient nodes the scope of their forward op while active; restores TensorFlow's functions, and may be
-    nested.
+    """Gives gradient nodes that are built inside of the context the scope of their forward op.
+
+    Patches functions of TensorFlow and restores them at the end. Such contexts may be nested.
 
     Args:
-      marked: they carry the mark of gradient nodes as well.
+      marked: whether gradient nodes also carry the mark "backward".
     """
     tape_function = backprop._gradient_function
     graph_function = gradients_util._MaybeCompile
@@ -88,14 +89,15 @@ def _find_scope_attr(op: tf.Operation) -> Any:
 
 
 def find_scope(op: tf.Operation) -> str:
-    """Returns the path of the scope that ``op`` was built in; "" without one."""
+    """Returns the path of the scope in which ``op`` was built; "" if it was built in none."""
     found = _find_scope_attr(op)
     return "" if found is None else str(found.s.decode())
 
 
 def _find_call_scope(op_name: str, inputs: Sequence[Any], outputs: Sequence[Any]) -> Any:
-    """Returns the scope of the op of type ``op_name`` with these operands; those that its gradient does not need are
-    None.
+    """Returns the scope attribute of the forward op that a tape differentiates; None if the op is not found.
+
+    The tape passes the op's type and tensors instead of the op. Tensors that the gradient does not need are None.
     """
     for output in outputs or ():
         if _is_graph_tensor(output) and output.op.type == op_name:

@@ -1,4 +1,4 @@
-"""Reads a TensorFlow graph into a Program."""
+"""Converts a tf.Graph with its function library to a Program."""
 
 from __future__ import annotations
 
@@ -26,7 +26,9 @@ PURE_READS = READS | {"Placeholder", "VarHandleOp"}
 
 @cache
 def find_op_facts(op: str) -> tuple[bool, tuple[str, ...]] | None:
-    """Returns (is stateful, names of attributes that hold functions) of an op type; None when it is not registered."""
+    """Returns (whether an op type is stateful, names of its attributes that hold functions); None if it is not
+    registered.
+    """
     op_def = op_def_registry.get(op)
     if op_def is None:
         return None
@@ -43,18 +45,21 @@ def read_graph(
     effects: Sequence[tf.Operation],
     types: Mapping[Ref, TensorType] | None = None,
 ) -> Program:
-    """Reads the part of ``graph`` that ``outputs`` and ``effects`` need into a Program.
+    """Converts the part of ``graph`` that ``outputs`` and ``effects`` need to a Program.
 
     Args:
-      name: the program's name.
-      inputs: outputs of Placeholder nodes, in call order; they stay in the program even when unused.
-      variables: (handle tensor, name, dtype of the value, shape of the value) of each variable.
-      outputs: what the caller fetches.
-      effects: operations that run for what they do; pure reads among them (and calls that only read) are dropped.
-      types: static types that are better known than the graph knows them.
+      graph: the graph to read.
+      name: name of the program.
+      inputs: outputs of Placeholder nodes, in call order; all of them stay in the program, even unused ones.
+      variables: one (handle tensor, name, dtype of the value, shape of the value) per variable.
+      outputs: the tensors that the caller fetches.
+      effects: operations that run for their side effects. Those that only read state are dropped, and so are calls of
+        functions that only read state.
+      types: static types for tensors whose shapes the graph knows less well.
 
     Raises:
-      CaptureError: a placeholder that the outputs need is neither an input nor a variable's handle.
+      CaptureError: the outputs need a placeholder that is neither an input nor a variable's handle; an op type is not
+        registered; or the graph has a cycle.
     """
     with suspend_garbage_collection():
         builder = _Builder(graph)
@@ -76,7 +81,7 @@ def _make_ref(tensor: tf.Tensor) -> Ref:
 
 
 class _Builder:
-    """Turns one graph and the functions of its library into programs."""
+    """Converts one graph, and the functions that it calls, to programs."""
 
     def __init__(self, graph: tf.Graph) -> None:
         self.graph_def = graph.as_graph_def()
@@ -97,7 +102,7 @@ class _Builder:
         effects: Sequence[str],
         types: Mapping[Ref, TensorType],
     ) -> Program:
-        """Reads one graph into a program; adds the functions that it calls to ``self.functions``."""
+        """Converts one graph to a program, and adds the functions that it calls to ``self.functions``."""
         defs = {n.name: n for n in graph_def.node}
         effects = [e for e in effects if defs[e].op not in PURE_READS]
         operands = _read_operands(defs, [*(r.node for r in outputs), *effects, *inputs])
@@ -147,7 +152,9 @@ class _Builder:
     def _call(
         self, graph: tf.Graph, node_def: Any, op: tf.Operation, attrs: Mapping[str, Any]
     ) -> tuple[str, Mapping[str, Any], bool, bool]:
-        """Returns (op type, attributes, stateful, has effects) of a node that refers to functions."""
+        """Captures the functions that a node calls; returns (op type, attributes, is stateful, has side effects) for
+        the node.
+        """
         op_type = node_def.op
         facts = find_op_facts(op_type)
         if facts is None:
@@ -164,7 +171,7 @@ class _Builder:
                     acts = acts or bool(self.functions[body].effects)
                     func = func if body == func.name else Func(body, func.attrs)
                 else:
-                    # Datasets and iterators may leave functions out; a call without its function does who knows what.
+                    # Nodes of datasets and iterators may lack their function; assume that it has side effects.
                     acts = True
                 funcs.append(func)
             if tuple(funcs) != many:
@@ -172,14 +179,19 @@ class _Builder:
         return op_type, {**attrs, **renamed} if renamed else attrs, facts[0], acts
 
     def _convert_legacy_call(self, node_def: Any) -> tuple[str, Mapping[str, Any], tuple[bool, tuple[str, ...]]]:
-        """Returns the equivalent call op for a node whose op type is a function's name."""
+        """Converts a node whose op type is a function's name to a PartitionedCall.
+
+        Returns:
+          (op type, attributes, (is stateful, names of the attributes that hold functions)).
+        """
         function = self.library.get(node_def.op)
         if function is None:
             raise CaptureError(
                 "an op type is not registered",
                 op=node_def.name,
                 given=node_def.op,
-                action="load the library that registers it before capturing",
+                expected="an op type that this process has registered",
+                action="call tf.load_op_library() for the library with this op before the graph is built",
             )
         signature = function.signature
         stateful = signature.is_stateful
@@ -200,7 +212,10 @@ class _Builder:
         return found
 
     def _capture_body(self, graph: tf.Graph, name: str, arguments: list[tf.Tensor] | None) -> str:
-        """Captures the function ``name`` for these arguments; returns its key in ``self.functions``."""
+        """Captures function ``name`` for arguments of these types, once; returns its key in ``self.functions``.
+
+        Further captures of the same function for other types are called ``name.1``, ``name.2``, ...
+        """
         types = tuple(map(self._make_type, arguments)) if arguments is not None else ()
         key = (name, types)
         if key in self._names:
@@ -245,7 +260,9 @@ _LEGACY = ("",)
 
 
 def _list_call_arguments(op: tf.Operation, op_type: str) -> list[tf.Tensor] | None:
-    """Returns the tensors that a call op passes to its functions; None when the op does not say (datasets)."""
+    """Returns the tensors that a call, loop or branch passes to its functions; None for other ops, such as those of
+    tf.data.
+    """
     if op_type in CALLS:
         return list(op.inputs)
     if op_type in LOOPS:
@@ -261,12 +278,13 @@ def _make_missing_value_error(placeholder: str, inputs: Sequence[str]) -> Captur
         "a placeholder is needed but has no value",
         op=placeholder,
         given=f"values for {', '.join(inputs) or 'nothing'}",
-        action="feed this placeholder, or remove what needs it from what is fetched",
+        expected=f"a value for {placeholder} too",
+        action="feed this placeholder, or do not fetch what depends on it",
     )
 
 
 def _pair_operations(graph: tf.Graph, graph_def: Any) -> Iterator[tuple[Any, tf.Operation]]:
-    """Pairs each NodeDef with its operation."""
+    """Yields each NodeDef of ``graph_def`` with the tf.Operation of the same name."""
     operations = graph.get_operations()
     defs = graph_def.node
     # Both list the nodes in order of creation. A node that only one of them has would shift all that follow.
@@ -280,7 +298,7 @@ def _sample_numbers(count: int) -> list[int]:
 
 
 def _read_operands(defs: Mapping[str, Any], roots: Sequence[str]) -> dict[str, tuple[tuple[Ref, ...], tuple[str, ...]]]:
-    """Returns (data operands, control operands) of every node that ``roots`` need."""
+    """Returns (data operands, control operands) of each node that the nodes ``roots`` depend on, by node name."""
     found: dict[str, tuple[tuple[Ref, ...], tuple[str, ...]]] = {}
     refs_of: dict[str, Ref] = {}
     stack = list(roots)
@@ -294,7 +312,7 @@ def _read_operands(defs: Mapping[str, Any], roots: Sequence[str]) -> dict[str, t
             ref = refs_of.get(text)
             if ref is None:
                 if text[0] == "^":
-                    # Waiting for an argument is waiting for nothing.
+                    # Arguments have their values from the start, so nothing has to wait for them.
                     if defs[text[1:]].op != "Placeholder":
                         controls.append(text[1:])
                     continue
@@ -309,7 +327,8 @@ def _read_operands(defs: Mapping[str, Any], roots: Sequence[str]) -> dict[str, t
 
 
 def _sort_nodes(nodes: Mapping[str, Node]) -> tuple[Node, ...]:
-    """Sorts ``nodes`` by creation, but each after what it needs (control edges may have been added later).
+    """Returns ``nodes`` in order of creation, but each after its operands, since control edges may be added to old
+    nodes.
 
     Raises:
       CaptureError: the nodes form a cycle.
@@ -338,8 +357,9 @@ def _sort_nodes(nodes: Mapping[str, Node]) -> tuple[Node, ...]:
                 raise CaptureError(
                     "the graph has a cycle",
                     op=name,
-                    given=f"it needs {missing[0]}, which needs {name}",
-                    action="build loops with tf.while_loop and control flow v2",
+                    given=f"{name} depends on {missing[0]}, which depends on {name}",
+                    expected="loops as While ops, which tf.while_loop builds with control flow v2",
+                    action="call tf.compat.v1.enable_control_flow_v2() before the graph is built",
                 )
             else:
                 waiting[name] = None
@@ -348,7 +368,7 @@ def _sort_nodes(nodes: Mapping[str, Node]) -> tuple[Node, ...]:
 
 
 def _remove_dead(program: Program) -> Program:
-    """Removes nodes that only removed effects needed (whale.ir.program.prune would decode every attribute)."""
+    """Removes nodes that nothing needs any more (whale.ir.program.prune would decode every attribute)."""
     by_name = program.by_name
     needed: set[str] = set()
     stack = [r.node for r in program.outputs] + list(program.effects) + list(program.inputs)
@@ -371,10 +391,10 @@ def _remove_dead(program: Program) -> Program:
 # process, which every eager tensor counts on. Ranks compare programs by name, and rank 0's plan speaks of nodes by
 # name.
 class Names:
-    """The names that are in use; new ones are found in constant time, however many equal names there were before.
+    """Makes names unique, in constant time per name, however often the same name was asked for before.
 
     Args:
-      used: the initial names.
+      used: names that are taken from the start.
     """
 
     def __init__(self, used: Iterable[str] = ()):
@@ -382,7 +402,7 @@ class Names:
         self._numbers: dict[str, int] = {}
 
     def make_unused(self, name: str) -> str:
-        """Returns ``name``, with the smallest number appended that makes it unique if it is in use, and reserves it."""
+        """Returns ``name`` if it is free, else ``name_1``, ``name_2``, ...; the returned name is taken from then on."""
         unique, n = name, self._numbers.get(name, 1)
         while unique in self._used:
             unique, n = f"{name}_{n}", n + 1
@@ -392,11 +412,17 @@ class Names:
 
 
 def name_captures(names: Sequence[str], taken: Collection[str]) -> dict[str, str]:
-    """Returns new names for captured tensors without a name of their own: ``scope/995`` becomes ``scope/captured``.
+    """Returns new names for captured tensors that TensorFlow has named by a number only: ``scope/995`` ->
+    ``scope/captured``.
+
+    The number is a counter of the process, so that it differs between ranks, which compare programs by names.
 
     Args:
-      names: of the captured tensors' placeholders, in order of capture.
+      names: names of the captured tensors' placeholders, in order of capture.
       taken: names of all nodes of the graph.
+
+    Returns:
+      New name by old name; names that do not end in a number are left out.
     """
     found: dict[str, str] = {}
     used = Names(taken)
@@ -408,6 +434,6 @@ def name_captures(names: Sequence[str], taken: Collection[str]) -> dict[str, str
 
 
 def rename_arguments(body: Program) -> Program:
-    """Renames the arguments of ``body`` as TensorFlow names them, without numbers."""
+    """Renames the inputs of a function so that their names have no numbers, which differ between processes."""
     used = Names({n.name for n in body.nodes} - set(body.inputs))
     return rename_nodes(body, {n: used.make_unused(_NUMBER.sub("", n).strip("_/") or "argument") for n in body.inputs})

@@ -1,13 +1,14 @@
-"""Scales losses before they are differentiated, and unscales gradients, while a step is traced.
+"""Scales losses before they are differentiated, and unscales the gradients, while a step is traced.
 
-Micikevicius et al., "Mixed precision training", ICLR 2018, section 3.2. Gradients are linear in what a tape or
-tf.gradients begins with: times the scale there and divided by it at the end, every program computes what it did, and
-what lies in between is large enough for float16. What is unscaled carries a mark (`UNSCALED`), by which
-whale.passes.normalize.loss_scaling finds the gradients; so does the place of the answer whether all are finite
-(`ALL_FINITE`).
+Gradients are linear in the seed with which a tape or tf.gradients starts. With the seed multiplied by the loss scale,
+and the gradients divided by it, the result is the same, but intermediate values are large enough for float16. Source:
+Micikevicius et al., "Mixed precision training", ICLR 2018, section 3.2.
 
-A graph of version 1 holds no variable for it, which scripts would have to initialise and to restore: the scale is an
-operand that a session feeds, and 1 where nothing is fed.
+Unscaled gradients carry the mark `UNSCALED`, by which whale.passes.normalize.loss_scaling finds them. The node that
+stands for "all gradients are finite" carries the mark `ALL_FINITE`, until that pass replaces it.
+
+In a step of ``wh.function`` the scale is a variable (``LossScale``). In a version 1 graph it is a placeholder that the
+session feeds, 1 by default (``LossScaleFeed``): scripts would have to initialise and restore another variable.
 """
 
 from __future__ import annotations
@@ -23,17 +24,19 @@ from tensorflow.python.ops import gradients_util
 
 from whale.capture.attrs import ALL_FINITE, LOSS_SCALE, UNSCALED, mark_attributes
 
-LARGEST = 2.0**127  # twice as much is no float32
-_SCALE, _FINITE = "whale_loss_scale", "_found_finite"  # the operand's name, and how that of the answer goes on
+LARGEST = 2.0**127  # the largest power of two that a float32 holds
+_SCALE, _FINITE = "whale_loss_scale", "_found_finite"  # name of the placeholder; what the fetched flag's name appends
 
 
 @dataclass
 class LossScale:
-    """The scale of a run's losses, as Keras's LossScaleOptimizer adapts it.
+    """Holds the loss scale of a run in variables, and adapts it as Keras' LossScaleOptimizer does.
 
     Attributes:
-      growth_steps: so many steps in a row without overflow double the scale; one with overflow halves it.
-      scale, good_steps: variables: float32, and the number of steps without overflow since either happened.
+      initial: the scale at the start.
+      growth_steps: after this many steps in a row without overflow the scale doubles; a step with overflow halves it.
+      scale: variable, float32 scalar.
+      good_steps: variable, int32 scalar: steps without overflow since the scale last changed.
     """
 
     initial: float
@@ -47,14 +50,15 @@ class LossScale:
             self.good_steps = tf.Variable(0, dtype=tf.int32, trainable=False, name="whale_good_steps")
 
     def read(self) -> tf.Tensor:
-        """Reads the scale as an operand."""
+        """Returns the present scale as a float32 scalar."""
         return self.scale.read_value()
 
     @tf.autograph.experimental.do_not_convert
     def update(self) -> None:
-        """Adds the update of the loss scale to the graph being traced, if that computes gradients.
+        """Adds the update of the loss scale to the graph being traced, if this graph computes gradients.
 
-        The pass ``loss_scaling`` replaces the placeholder ALL_FINITE by the flag whether all gradients are finite.
+        Whether all gradients are finite is a stand-in here, ``is_finite(scale)`` marked `ALL_FINITE`. The pass
+        ``whale.passes.normalize.loss_scaling`` replaces it by the test of all gradients.
         """
         if not any(UNSCALED in op.node_def.attr for op in tf.compat.v1.get_default_graph().get_operations()):
             return
@@ -70,10 +74,14 @@ class LossScale:
 
 @dataclass
 class LossScaleFeed:
-    """The loss scale of version 1 graphs: plain numbers, which every rank keeps alike since all get the same answers.
+    """Holds the loss scale for version 1 graphs as plain numbers, and adapts it.
+
+    Each rank has a copy. The copies stay equal, since all ranks learn the same about whether gradients were finite.
 
     Attributes:
-      scale, good_steps: as those of ``LossScale``.
+      scale: the present scale.
+      growth_steps: after this many steps in a row without overflow the scale doubles; a step with overflow halves it.
+      good_steps: steps without overflow since the scale last changed.
     """
 
     scale: float
@@ -81,7 +89,9 @@ class LossScaleFeed:
     good_steps: int = 0
 
     def read(self) -> tf.Tensor:
-        """Returns the placeholder of the scale, made on first use in the outermost graph that is being built."""
+        """Returns the placeholder of the scale; it is made at the first call, in the outermost graph that is being
+        built.
+        """
         with tf.init_scope(), tf.compat.v1.name_scope(""):
             graph = tf.compat.v1.get_default_graph()
             try:
@@ -96,13 +106,20 @@ class LossScaleFeed:
 
     @staticmethod
     def answer(scale: tf.Operation) -> tf.Tensor:
-        """Returns the tensor that tells whether all gradients are finite, in the graph that holds the operand
-        ``scale``.
+        """Returns the bool tensor that tells whether all gradients are finite; a session fetches it beside the user's
+        fetches.
+
+        Args:
+          scale: the placeholder operation that ``read`` has made.
         """
         return scale.graph.get_tensor_by_name(f"{scale.name}{_FINITE}:0")
 
     def update(self, finite: bool) -> None:
-        """Adapts the scale after a step whose gradients were all finite, or were not."""
+        """Adapts the scale after a step.
+
+        Args:
+          finite: whether all gradients of the step were finite.
+        """
         is_last = self.good_steps + 1 >= self.growth_steps
         self.good_steps = self.good_steps + 1 if finite and not is_last else 0
         if not finite:
@@ -116,7 +133,7 @@ Gradients = Callable[..., Any]
 
 @contextmanager
 def scale_losses(by: LossScale) -> Iterator[None]:
-    """Computes gradients from scaled losses while active; not to be nested."""
+    """Patches GradientTape.gradient and tf.gradients to scale losses inside of the context; must not be nested."""
     of_tape, of_graph = tf.GradientTape.gradient, gradients_util._GradientsHelper
 
     @tf.autograph.experimental.do_not_convert
@@ -144,7 +161,13 @@ def compute_scaled_tape_gradient(
     *rest: Any,
     **named: Any,
 ) -> Any:
-    """Calls ``gradient``, which is ``GradientTape.gradient``, with scaled losses and unscales its results."""
+    """Calls ``GradientTape.gradient`` with scaled seeds, and unscales the gradients that it returns.
+
+    Args:
+      by: the loss scale.
+      gradient: the original ``GradientTape.gradient``.
+      tape, target, sources, output_gradients: its arguments.
+    """
     targets = tf.nest.flatten(target)
     given = tf.nest.flatten(output_gradients) if output_gradients is not None else [None] * len(targets)
     seeds = [_scale_seed(t, g, by) for t, g in zip(targets, given)]
@@ -154,7 +177,13 @@ def compute_scaled_tape_gradient(
 def compute_scaled_gradients(
     by: LossScale | LossScaleFeed, gradient: Gradients, ys: Any, xs: Any, grad_ys: Any = None, *rest: Any, **named: Any
 ) -> Any:
-    """Calls ``gradient``, which is ``tf.gradients``, with scaled losses and unscales its results."""
+    """Calls ``tf.gradients`` with scaled seeds, and unscales the gradients that it returns.
+
+    Args:
+      by: the loss scale.
+      gradient: the original function behind ``tf.gradients``.
+      ys, xs, grad_ys: its arguments.
+    """
     targets = ys if isinstance(ys, (list, tuple)) else [ys]
     given = grad_ys if isinstance(grad_ys, (list, tuple)) else [grad_ys] * len(targets)
     seeds = [_scale_seed(t, g, by) for t, g in zip(targets, given)]

@@ -1,4 +1,4 @@
-"""Defines arguments of a step other than plain tensors: a rank's rows of a sharded tensor, and iterators.
+"""Defines the arguments of a step that are no plain tensors: one rank's rows of a global batch, and iterators.
 
 Decision: 0023.
 """
@@ -20,18 +20,23 @@ drawing: contextvars.ContextVar[IteratorReads | None] = contextvars.ContextVar("
 
 
 class ShardedTensor:
-    """One rank's part of a global batch: the rows that this rank read, and the shape of the whole.
+    """Represents a global batch by the rows that this rank has read, and the shape of the whole batch.
 
-    A step of ``wh.function`` takes it where it would take the whole tensor. It is no tensor itself: computing with it
-    outside a step is an error.
+    A step of ``wh.function`` accepts it in place of the whole tensor. Outside of a step it is not a tensor: to compute
+    with it is an error.
 
     Args:
       local: this rank's rows, [sizes[rank], ...].
-      sizes: rows of every rank; the whole has their sum.
+      sizes: number of rows on each rank; the global batch has their sum.
       rank: the rank that holds ``local``.
 
     Attributes:
-      source: what has read it, where it can be read again: iterator, number of the batch, number of the leaf.
+      source: where ``local`` was read: (iterator, number of the batch, number of the leaf in the batch's structure).
+        None
+        if it cannot be read again.
+
+    Raises:
+      ProgramError: ``local`` does not have ``sizes[rank]`` rows.
     """
 
     __slots__ = ("__weakref__", "_key", "local", "rank", "shape", "sizes", "source")
@@ -42,8 +47,8 @@ class ShardedTensor:
             raise ProgramError(
                 "a rank's part of a batch has another number of rows than its share",
                 given=f"{dims[0]} rows on rank {rank}",
-                expected=f"{sizes[rank]} rows, of the shares {list(sizes)}",
-                action="give every rank the rows of its share",
+                expected=f"{sizes[rank]} rows: the rows per rank of the global batch are {list(sizes)}",
+                action="pass each rank as many rows as its share has",
             )
         self.local, self.sizes, self.rank = local, sizes, rank
         self.source: tuple[Any, int, int] | None = None
@@ -56,8 +61,8 @@ class ShardedTensor:
         return self.local.dtype
 
     def _shape_tuple(self) -> tuple[Any, ...]:
-        """Returns a key that distinguishes it from tensors and parts of other shapes, in place of an eager tensor's
-        shape.
+        """Returns a key of shape and rows per rank, where TensorFlow expects the shape of an eager tensor for a trace's
+        key.
         """
         return self._key
 
@@ -72,14 +77,14 @@ class ShardedTensor:
 
     def _refuse(self, *_: Any) -> NoReturn:
         raise ProgramError(
-            "a rank's part of a batch is used as a tensor",
+            "a wh.ShardedTensor, a rank's part of a global batch, is used as a tensor",
             given=f"{self!r}, of which rank {self.rank} holds {self.sizes[self.rank]} rows",
             expected="an argument of a step of wh.function, which computes with the whole batch",
             action="move the computation into the step, or use `.local` for this rank's rows alone",
         )
 
 
-# A comparison is one too; == and != stay those of objects, so that parts can be found in lists.
+# Operators that raise an error. == and != still compare identity, so that a ShardedTensor can be found in a list.
 _OPERATORS = """add sub mul truediv floordiv mod pow matmul and or xor lt le gt ge neg invert abs
 radd rsub rmul rtruediv rfloordiv rmod rpow rmatmul rand ror rxor getitem len iter bool int float index"""
 for _name in _OPERATORS.split():
@@ -87,39 +92,42 @@ for _name in _OPERATORS.split():
 
 
 def is_iterator(value: Any) -> bool:
-    """Tells whether ``value`` is an iterator outside of all graphs, of which a step can take batches."""
+    """Returns True if ``value`` is an eager iterator (of tf.data or of Whale), from which batches can be drawn for a
+    step.
+    """
     if isinstance(value, iterator_ops.OwnedIterator):
         return isinstance(value._iterator_resource, tf.__internal__.EagerTensor)
     return bool(getattr(value, "_whale_iterator", False))
 
 
 def read_inside(iterator: Any) -> ProgramError:
-    """Returns the error for a step that reads an iterator where no batch can be drawn for it: in a loop, branch or
-    function.
+    """Returns the error for a step that calls ``next(iterator)`` in a loop, branch or nested function.
+
+    Whale draws batches before the step runs, so it needs to know how many the step reads.
     """
     return ProgramError(
         "a step reads an iterator inside a loop, a branch or a function",
         given=repr(iterator),
-        expected="a batch that is an argument of the step, or next(iterator) outside of loops",
-        action="read the batch in front of the loop, or loop in Python and call the step for each batch",
+        expected="a batch that is an argument of the step, or next(iterator) outside of loops, branches and functions",
+        action="call next(iterator) before the loop, or loop in Python and call the step once per batch",
     )
 
 
 class IteratorReads:
-    """The batches that a step takes from iterators while it is traced, as inputs of its program.
+    """Records which batches a step takes from iterators while it is traced, and makes them inputs of its program.
 
-    Inside a loop, a branch or a function of the step nothing is drawn for it: there an iterator is read as TensorFlow
-    reads it, by every rank.
-
-    Attributes:
-      iterators: those that batches were taken of, in order.
-      batches: the batches, each a structure of tensors or of parts of tensors.
-      inputs: placeholders of their tensors.
-      inside: whether an iterator was read inside a loop, a branch or a function.
+    ``next(iterator)`` in the step's own graph draws a batch eagerly, and returns placeholders for its tensors. Inside a
+    loop, a branch or a nested function, the iterator is read by an op of the program instead, which every rank runs.
 
     Args:
-      draw: takes the next batch of an iterator.
-      batches: those that were drawn before the trace.
+      draw: returns the next batch of an iterator.
+      batches: batches that were drawn before the trace; they are used first.
+
+    Attributes:
+      iterators: the iterators that the step has read, one per batch, in order.
+      batches: the batches, each a structure of tensors or ShardedTensors.
+      inputs: the placeholders of the batches' tensors, in flat order.
+      inside: True if an iterator was read inside a loop, a branch or a nested function.
     """
 
     def __init__(self, draw: Callable[[Any], Any], batches: Sequence[Any] = ()) -> None:
@@ -131,20 +139,20 @@ class IteratorReads:
 
     @property
     def tensors(self) -> list[Any]:
-        """Returns the values of ``inputs``."""
+        """Returns the values to pass for ``inputs``: the tensors of all batches, in flat order."""
         return [t for batch in self.batches for t in tf.nest.flatten(batch, expand_composites=True)]
 
     def repeat(self) -> IteratorReads:
-        """Returns an IteratorReads for another trace of the same step with the same batches."""
+        """Returns an IteratorReads to trace the same step again with the same batches."""
         return IteratorReads(self._draw, self.batches)
 
     def enter(self) -> None:
-        """Records the current graph as that of the step."""
+        """Records the current default graph as the step's own graph, in which batches may be drawn."""
         self._graph = tf.compat.v1.get_default_graph()
 
     @contextmanager
     def install(self) -> Iterator[None]:
-        """Redirects reads of iterators in the step's graph to ``take`` inside the context."""
+        """Redirects ``next(iterator)`` in traced code to ``take`` inside of the context."""
         usual = iterator_ops.OwnedIterator._next_internal
 
         def take_in_step(iterator: Any) -> Any:
@@ -160,14 +168,18 @@ class IteratorReads:
             iterator_ops.OwnedIterator._next_internal = usual
 
     def take(self, iterator: Any, usual: Callable[[], Any] | None = None) -> Any:
-        """Returns the next batch of an iterator: placeholders in the step's own graph; inside its loops, what ``usual``
-        reads.
+        """Returns the next batch of ``iterator`` for the code being traced.
+
+        In the step's own graph the batch is a structure of placeholders. Inside a loop, branch or nested function it is
+        what ``usual`` returns.
 
         Args:
-          usual: reads it in the graph at hand; None: there is no such form.
+          usual: adds TensorFlow's op that reads the iterator to the current graph; None: there is no such op.
 
         Raises:
-          ProgramError: the step reads iterators both inside and outside of its loops.
+          ProgramError: the step reads iterators both in its own graph and in a loop, branch or nested function; or it
+            reads
+            one there that has no ``usual``.
         """
         if self.inside or tf.compat.v1.get_default_graph() is not self._graph:
             if self.iterators or usual is None:

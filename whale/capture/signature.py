@@ -1,7 +1,6 @@
-"""Splits a call's arguments into tensors, for whose shapes a trace is made, and Python values, which are constants of
-the trace.
+"""Splits a call's arguments into tensors and other Python values, and reads the options of a tf.function.
 
-It also reads the keywords with which a tf.function is traced.
+A trace is made for the shapes of the tensors. The other values are constants of the trace.
 """
 
 from __future__ import annotations
@@ -24,7 +23,11 @@ _TENSORS = (tf.Tensor, tf.TensorSpec, np.ndarray, np.generic, ShardedTensor)
 
 @dataclass(frozen=True, slots=True)
 class _Slot:
-    """Stands for ``count`` consecutive tensors in ``arguments`` (several for one composite tensor)."""
+    """Stands in a flat list of arguments for tensors ``first`` to ``first + count - 1`` of ``Arguments.tensors``.
+
+    Attributes:
+      composite: the composite tensor (RaggedTensor, SparseTensor) whose parts they are; None for one plain tensor.
+    """
 
     first: int
     count: int
@@ -33,12 +36,14 @@ class _Slot:
 
 @dataclass(frozen=True, slots=True)
 class Arguments:
-    """The arguments of a call, split into tensors and Python values.
+    """Holds the arguments of a call, split into tensors and other Python values.
 
     Attributes:
-      tensors: tensors, arrays, TensorSpecs or ranks' parts of tensors, in order of parameters.
-      names: a readable name for each, from parameter names and keys.
-      key: equal for calls that one trace serves.
+      tensors: tensors, arrays, TensorSpecs and ShardedTensors, in the order of the parameters.
+      names: a unique, readable name for each of ``tensors``, made of parameter names and dict keys.
+      key: equal for two calls if the same trace serves both.
+      structure: the (args, kwargs) of the call.
+      leaves: its flat leaves, with a ``_Slot`` in place of each tensor.
     """
 
     tensors: tuple[Any, ...]
@@ -48,7 +53,7 @@ class Arguments:
     leaves: tuple[Any, ...]
 
     def rebuild(self, tensors: Sequence[tf.Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Returns (args, kwargs) of the same call with other tensors."""
+        """Returns the (args, kwargs) of the call with ``tensors`` in place of its own tensors."""
         filled = []
         for leaf in self.leaves:
             if not isinstance(leaf, _Slot):
@@ -64,9 +69,10 @@ class Arguments:
 
 
 def read_tracing_options(fn: Callable[..., Any]) -> dict[str, Any]:
-    """Returns the keywords with which tf.function would trace another function like ``fn``; none for a Python function.
+    """Returns the tf.function options of ``fn`` that change what is traced; an empty dict for a plain Python function.
 
-    Only keywords that change what is computed, or how, are among them; the others say what TensorFlow keeps of a trace.
+    The keys are ``input_signature``, ``autograph``, ``experimental_autograph_options`` and ``jit_compile``. Options
+    that only say how TensorFlow caches traces, such as ``reduce_retracing``, are left out.
     """
     if not hasattr(fn, "python_function"):
         return {}
@@ -85,18 +91,20 @@ def flatten_arguments(
     signature: Sequence[Any] | None = None,
     draws: bool = False,
 ) -> Arguments:
-    """Splits the arguments of ``fn(*args, **kwargs)`` into tensors and Python values.
+    """Splits the arguments of ``fn(*args, **kwargs)`` into tensors and other Python values.
 
-    tf.Tensor, NumPy arrays and scalars, TensorSpecs, ShardedTensors and the parts of composite tensors are tensors.
-    All other values, variables included, are constants of the trace.
+    Tensors, NumPy arrays and scalars, TensorSpecs, ShardedTensors and the parts of composite tensors count as tensors.
+    All other values, tf.Variables included, become constants of the trace.
 
     Args:
-      signature: the input_signature of a tf.function: arguments that it covers are converted to tensors of its dtypes
-        first. Its unknown sizes are those of the arguments.
-      draws: an iterator is not a tensor: its batches are drawn for the step.
+      signature: the input_signature of a tf.function. Arguments that it covers are first converted to tensors of its
+        dtypes. Where it leaves a size open, the argument's size is taken.
+      draws: True if batches are drawn from iterators among the arguments; such an iterator is kept as a Python value.
 
     Raises:
-      CaptureError: a tensor's shape is not fully known, or ``fn`` does not take such arguments.
+      CaptureError: a tensor's shape is not fully known, ``fn`` does not take such arguments, or an argument does not
+        fit
+        ``signature``.
     """
     try:
         bound = inspect.signature(fn).bind(*args, **kwargs)
@@ -108,7 +116,8 @@ def flatten_arguments(
             "the function does not take these arguments",
             op=getattr(fn, "__name__", repr(fn)),
             given=str(error),
-            action="call it as its signature says",
+            expected="the arguments that the function's parameters name",
+            action="correct the call of the step",
         ) from error
     positional, keywords = list(bound.args), dict(bound.kwargs)
     names = list(bound.signature.parameters)
@@ -143,7 +152,9 @@ def flatten_arguments(
 
 
 def describe_arguments(args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """Returns (args, kwargs) with a TypeSpec for each tensor and iterator, as ``get_concrete_function`` takes them."""
+    """Returns (args, kwargs) with a TypeSpec in place of each tensor and iterator, as ``get_concrete_function`` takes
+    them.
+    """
     found: tuple[Any, Any] = tf.nest.map_structure(_describe_leaf, (args, kwargs))
     return found
 
@@ -159,7 +170,7 @@ def _describe_leaf(leaf: Any) -> Any:
 
 
 def _cast_arguments(bound: inspect.BoundArguments, signature: Sequence[Any], op: str) -> None:
-    """Casts the arguments, in the order of parameters, to the dtypes of ``signature``."""
+    """Converts the arguments in ``bound``, in the order of parameters, to tensors of the dtypes in ``signature``."""
     wanted = list(signature)
     for name, parameter in bound.signature.parameters.items():
         value = bound.arguments[name]
@@ -174,12 +185,12 @@ def _cast_arguments(bound: inspect.BoundArguments, signature: Sequence[Any], op:
             op=op,
             given=", ".join(bound.arguments) or "no arguments",
             expected=f"an argument for {wanted[0]}",
-            action="pass it, or change the input_signature",
+            action="pass this argument too, or remove its spec from the input_signature",
         )
 
 
 def _cast(value: Any, wanted: Any, path: str) -> Any:
-    """Casts ``value``, a structure, to tensors of the specs in ``wanted``, which has the same structure."""
+    """Converts a structure of values to tensors of the specs in ``wanted``, which has the same structure."""
     try:
         leaves = nest.flatten_up_to(wanted, value, check_types=False)
     except (TypeError, ValueError) as error:
@@ -209,12 +220,12 @@ def _make_mismatch_error(path: str, given: object, expected: object) -> CaptureE
         op=path,
         given=given,
         expected=expected,
-        action="pass a tensor of that shape and dtype, or change the input_signature",
+        action="pass a value of the expected structure, shape and dtype, or change the input_signature",
     )
 
 
 def _list_paths(positional: list[Any], keywords: dict[str, Any], names: list[str], bound: Any) -> list[tuple[str, Any]]:
-    """Returns (readable path, leaf) pairs in the order of tf.nest.flatten((positional, keywords))."""
+    """Returns (readable name, leaf) for each leaf, in the order of tf.nest.flatten((positional, keywords))."""
     found: list[tuple[str, Any]] = []
     variadic = [n for n, p in bound.signature.parameters.items() if p.kind is p.VAR_POSITIONAL]
     for i, value in enumerate(positional):
@@ -226,7 +237,10 @@ def _list_paths(positional: list[Any], keywords: dict[str, Any], names: list[str
 
 
 def list_named_leaves(name: str, value: Any) -> list[tuple[str, Any]]:
-    """Returns (readable path, leaf) pairs in the order of tf.nest.flatten."""
+    """Returns (readable name, leaf) for each leaf of ``value``, in the order of tf.nest.flatten.
+
+    Example: ``list_named_leaves("x", {"a": 1, "b": (2, 3)})`` -> ``[("x_a", 1), ("x_b_0", 2), ("x_b_1", 3)]``.
+    """
     flat = tf.nest.flatten(value)
     if len(flat) == 1 and flat[0] is value:
         return [(name, value)]
@@ -238,7 +252,7 @@ def list_named_leaves(name: str, value: Any) -> list[tuple[str, Any]]:
 
 
 def make_distinct_names(labels: list[str]) -> tuple[str, ...]:
-    """Turns paths into unique identifiers."""
+    """Returns the labels as identifiers, with a number appended to those that occur twice."""
     seen: set[str] = set()
     result = []
     for label in labels:
@@ -258,8 +272,8 @@ def _check_static(value: Any, path: str) -> Any:
             "the shape of an argument is not fully known",
             op=path,
             given=value,
-            expected="a size for every dimension",
-            action="give a TensorSpec with all sizes, the global batch included",
+            expected="a TensorSpec with a size for every dimension",
+            action="give all sizes; dimension 0 of a batch is the size of the global batch",
         )
     return value
 
@@ -273,7 +287,10 @@ def _make_tensor_key(value: Any) -> Hashable:
 
 
 class _ByIdentity:
-    """A wrapper that compares an unhashable object by identity, and keeps it alive so that its id stays its own."""
+    """Wraps an unhashable argument so that it compares by identity in a trace's key.
+
+    The wrapper keeps the object alive, so that no other object gets the same id.
+    """
 
     __slots__ = ("value",)
 

@@ -1,6 +1,7 @@
-"""Captures the part of a v1 graph that a session's fetches need as a Program, typed for the fed shapes.
+"""Captures the part of a version 1 graph that a session's fetches need, for the shapes of the fed values.
 
-A program that was changed after its capture gets its static types anew, as TensorFlow infers them (``retype``).
+``GraphCapture`` returns the part as a Program. ``retype`` infers the static shapes of a program again after a pass has
+changed the program.
 """
 
 from __future__ import annotations
@@ -32,16 +33,24 @@ BEGINS = frozenset({"MakeIterator"})
 def capture_graph(
     graph: tf.Graph, fetches: Sequence[tf.Tensor | tf.Operation], feeds: Mapping[tf.Tensor, Sequence[int]]
 ) -> Captured:
-    """Captures ``graph`` once; for several fetches of one graph keep a ``GraphCapture``."""
+    """Captures the part of ``graph`` that ``fetches`` need; to capture a graph several times, keep a ``GraphCapture``.
+
+    Args:
+      fetches: tensors and operations.
+      feeds: the static shape of each fed tensor.
+    """
     return GraphCapture(graph).capture(fetches, feeds)
 
 
 @dataclass(frozen=True, slots=True)
 class _TypedGraph:
-    """A part of the graph with placeholders of the fed shapes.
+    """Holds a part of the user's graph, imported with placeholders of the fed shapes.
 
-    ``fed`` maps a fed tensor to (its placeholder, its shape); ``names`` are the nodes that the part covers; ``better``
-    holds static types that the user's set_shape calls told the original graph.
+    Attributes:
+      graph: the graph with the part.
+      fed: name of each fed tensor -> (name of its placeholder, its shape).
+      names: names of the user's nodes that the part covers.
+      better: static types that only the user's graph knows, because the script called ``set_shape``.
     """
 
     graph: tf.Graph
@@ -52,17 +61,26 @@ class _TypedGraph:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """An operation that brings data into a graph, and the names of the fed tensors that it reads."""
+    """Represents an operation that brings data into a graph, such as IteratorGetNext or a dequeue.
+
+    Attributes:
+      operation: the operation.
+      fed: names of the fed tensors that it depends on.
+    """
 
     operation: tf.Operation
     fed: frozenset[str]
 
 
 class GraphCapture:
-    """Captures of one graph. The graph is read once (and again after it grew), shapes are inferred once per feed.
+    """Captures parts of one version 1 graph as programs.
+
+    The GraphDef is read once, and again after the graph has grown. Shapes are inferred once per set of fed shapes.
 
     Args:
-      mark_gradients: nodes that compute gradients carry a mark, and those of the collection "checkpoints" another one.
+      graph: the graph.
+      mark_gradients: whether nodes that tf.gradients has made carry the mark "backward", and tensors of the collection
+        "checkpoints" the mark "checkpoint".
     """
 
     def __init__(self, graph: tf.Graph, mark_gradients: bool = False) -> None:
@@ -73,10 +91,11 @@ class GraphCapture:
         self._typed: list[_TypedGraph] = []
 
     def find_sources(self, fetches: Sequence[tf.Tensor | tf.Operation], feeds: Collection[tf.Tensor]) -> list[Source]:
-        """Finds the operations behind ``fetches`` that bring data in and can run before everything else.
+        """Returns the operations that bring data in for ``fetches`` and can run before everything else.
 
-        Iterators, dequeues and Python functions that depend on nothing but feeds and constants. What they yield has
-        a size that only a run knows; once it is there, it can be fed like the user's own batch.
+        These are iterators, dequeues and Python functions that depend on nothing but feeds and constants. The size of
+        what they return is known only when they have run. The session runs them first, and feeds their outputs like a
+        batch of the user's.
         """
         self._read()
         fed = {t.name: None for t in feeds}
@@ -88,7 +107,7 @@ class GraphCapture:
     def find_operations(
         self, fetches: Sequence[tf.Tensor | tf.Operation], feeds: Collection[tf.Tensor], types: Collection[str]
     ) -> list[tf.Operation]:
-        """Finds the operations behind ``fetches`` that are of the given types."""
+        """Returns those operations of the given op types that ``fetches`` depend on, with ``feeds`` fed."""
         self._read()
         tensors = [f.name for f in fetches if isinstance(f, tf.Tensor)]
         operations = [f.name for f in fetches if isinstance(f, tf.Operation)]
@@ -96,7 +115,9 @@ class GraphCapture:
         return [self.graph.get_operation_by_name(name) for name in needed if self._defs[name].op in types]
 
     def _make_source(self, name: str, fed: Mapping[str, Any]) -> Source | None:
-        """Returns the operation as a Source; None if it has to wait for other work, or its outputs cannot be fed."""
+        """Returns operation ``name`` as a Source; None if it needs other computation first, or its outputs cannot be
+        fed.
+        """
         operation = self.graph.get_operation_by_name(name)
         outputs = operation.outputs
         if not outputs or any(t.name in fed or t.dtype in (tf.resource, tf.variant) for t in outputs):
@@ -115,15 +136,16 @@ class GraphCapture:
 
         Args:
           fetches: tensors become the program's outputs, operations its effects.
-          feeds: static shape of each fed tensor; any tensor may be fed. Feeds that no fetch needs are left out.
-          done: names of operations that have run; all their outputs are fed.
+          feeds: the static shape of each fed tensor. Any tensor may be fed; feeds that no fetch needs are left out.
+          done: names of operations that have run already, and whose outputs are all in ``feeds``.
 
         Returns:
-          A Captured whose ``fed`` names the fed tensors in the order of ``inputs``.
+          A Captured; its ``fed`` names the fed tensors in the order of ``inputs``.
 
         Raises:
-          CaptureError: an unfed placeholder, control flow of version 1 or a reference variable is needed; a shape does
-            not fit; a fetch is something else.
+          CaptureError: the fetches need a placeholder that is not fed, control flow of version 1 or a reference
+            variable; a
+            fed shape does not fit its tensor; or a fetch is neither a tensor nor an operation.
         """
         with suspend_garbage_collection():
             return self._capture(fetches, feeds, done)
@@ -144,7 +166,7 @@ class GraphCapture:
                 "a fetch is neither a tensor nor an operation",
                 given=f"{type(odd).__name__} {odd!r}",
                 expected="tf.Tensor or tf.Operation",
-                action="flatten structures, and take variables and names apart, before capturing",
+                action="fetch each tensor of a structure, a variable's value(), and a name's tensor from the graph",
             )
         needed, reached = _find_needed(self._defs, [t.name for t in wanted], [o.name for o in effects], shapes, done)
         self._refuse(needed)
@@ -190,7 +212,7 @@ class GraphCapture:
             self._typed.clear()
 
     def _scope_gradients(self, program: Program) -> Program:
-        """Puts gradients into the scope of the op that they differentiate, wherever they were built."""
+        """Gives each gradient node the scope of the forward op that it differentiates."""
         nodes = []
         for node in program.nodes:
             op = self._find_operation(node.name)
@@ -222,8 +244,8 @@ class GraphCapture:
                     op=name,
                     given=op,
                     expected="While or If ops",
-                    action="call wh.init(), or tf.compat.v1.enable_control_flow_v2(), before the graph is built; of an "
-                    "imported MetaGraph, before the one that it was exported from",
+                    action="call wh.init(), or tf.compat.v1.enable_control_flow_v2(), before the graph is built; for "
+                    "an imported MetaGraph, call it in the program that exports the MetaGraph, and export again",
                 )
             if op in REF_VARIABLES:
                 raise CaptureError(
@@ -232,11 +254,14 @@ class GraphCapture:
                     given=op,
                     expected="VarHandleOp, a resource variable",
                     action="call wh.init(), or tf.compat.v1.enable_resource_variables(), before the graph is built, "
-                    "without use_resource=False; of an imported MetaGraph, before the one that it was exported from",
+                    "without use_resource=False; for an imported MetaGraph, call it in the program that exports the "
+                    "MetaGraph, and export again",
                 )
 
     def _list_variables(self, nodes: Sequence[str]) -> list[CapturedVariable]:
-        """Returns the variables of these VarHandleOps; handles with one shared name are one variable."""
+        """Returns the variables of these VarHandleOps. A variable's name is its ``shared_name``, or else the node's
+        name.
+        """
         known = {}
         for key in (tf.compat.v1.GraphKeys.GLOBAL_VARIABLES, tf.compat.v1.GraphKeys.LOCAL_VARIABLES):
             known.update({v.handle.op.name: v for v in self.graph.get_collection(key) if hasattr(v, "handle")})
@@ -255,10 +280,10 @@ class GraphCapture:
         return str(decode(attrs["dtype"])), decode(attrs["shape"]).dims
 
     def _find(self, needed: Sequence[str], fed: Mapping[str, Dims]) -> _TypedGraph:
-        """Finds a typed graph that covers ``needed``, or makes one."""
+        """Returns a graph that covers the nodes ``needed`` for these fed shapes: an earlier one, or a new import."""
         names = frozenset(needed)
         for typed in self._typed:
-            # A feed of the cached part that is missing here would be read as a placeholder there.
+            # The cached graph must not have a placeholder, among the nodes needed now, that this call does not feed.
             same = all(name in typed.fed and typed.fed[name][1] == shape for name, shape in fed.items())
             extra = [name for name in typed.fed if name not in fed]
             if same and names <= typed.names and not any(name.partition(":")[0] in names for name in extra):
@@ -268,7 +293,9 @@ class GraphCapture:
         return made
 
     def _find_typed_as_built(self, fed: Mapping[str, Dims]) -> _TypedGraph | None:
-        """Returns the graph itself when it was built for exactly these feeds, else None."""
+        """Returns the user's graph itself if all feeds are placeholders with static shapes; None if an import is
+        needed.
+        """
         found = {}
         for name, shape in fed.items():
             tensor = self.graph.get_tensor_by_name(name)
@@ -278,7 +305,7 @@ class GraphCapture:
         return _TypedGraph(self.graph, found, frozenset(self._defs), {})
 
     def _specialise(self, needed: Sequence[str], fed: Mapping[str, Dims]) -> _TypedGraph:
-        """Imports the needed part with static placeholders, so that shapes are inferred from them."""
+        """Imports the nodes ``needed`` with placeholders of the fed shapes, so that TensorFlow infers static shapes."""
         graph_def = graph_pb2.GraphDef()
         graph_def.versions.CopyFrom(self._graph_def.versions)
         graph_def.library.CopyFrom(self._graph_def.library)
@@ -308,7 +335,11 @@ class GraphCapture:
         return _TypedGraph(graph, placeholders, frozenset(needed), self._list_user_shapes(graph, included))
 
     def _list_user_shapes(self, graph: tf.Graph, names: set[str]) -> dict[Ref, TensorType]:
-        """Returns the static types that only the original graph knows, because the user set its shapes."""
+        """Returns static types that only the user's graph knows, because the script called ``set_shape``.
+
+        Args:
+          graph: the import of the nodes ``names``.
+        """
         better: dict[Ref, TensorType] = {}
         for name in names:
             op = graph.get_operation_by_name(name)
@@ -324,13 +355,13 @@ class GraphCapture:
 
 
 def _is_stateless_or_lookup(operation: tf.Operation) -> bool:
-    """Tells whether the operation has no state, or only looks a resource up."""
+    """Returns True if the operation is stateless or only looks up a resource (all outputs are resource handles)."""
     outputs = operation.outputs
     return not operation.op_def.is_stateful or (bool(outputs) and all(t.dtype == tf.resource for t in outputs))
 
 
 def _format_plain_name(tensor: str) -> str:
-    """Spells a tensor's name as the input of a NodeDef: ``a:0`` is ``a``."""
+    """Returns a tensor's name as an input of a NodeDef spells it: ``a:0`` -> ``a``, ``a:1`` -> ``a:1``."""
     return tensor[:-2] if tensor.endswith(":0") else tensor
 
 
@@ -344,7 +375,7 @@ def _check_fed_shape(tensor: tf.Tensor, shape: Sequence[int]) -> Dims:
     given = tf.TensorShape(shape)
     if not given.is_fully_defined() or not tensor.shape.is_compatible_with(given):
         raise CaptureError(
-            "a fed value does not fit its tensor",
+            "the shape of a fed value does not fit the tensor that it is fed to",
             op=tensor.name,
             given=given,
             expected=tensor.shape,
@@ -360,8 +391,14 @@ def _find_needed(
     fed: Mapping[str, Any],
     done: Collection[str] = (),
 ) -> tuple[list[str], set[str]]:
-    """Returns (nodes that run, fed tensors that are read) for these fetches; ``done`` nodes have run, their outputs are
-    fed.
+    """Returns (nodes that have to run, fed tensors that are read) for some fetches.
+
+    Args:
+      defs: NodeDefs of the graph by name.
+      tensors: names of fetched tensors.
+      operations: names of fetched operations.
+      fed: names of fed tensors.
+      done: names of operations that have run already, and whose outputs are all fed.
     """
     plain = {_format_plain_name(name): name for name in fed}
     reached: set[str] = set()
@@ -374,7 +411,7 @@ def _find_needed(
             continue
         name = text[1:] if text[0] == "^" else text.partition(":")[0]
         if name not in found:
-            # Waiting for a fed placeholder, or for what has run, is waiting for nothing.
+            # A fed placeholder, or an operation that has run, is there from the start: nothing has to wait for it.
             if text[0] == "^" and name in plain and (defs[name].op == "Placeholder" or name in done):
                 reached.add(plain[name])
                 continue
@@ -384,9 +421,10 @@ def _find_needed(
 
 
 def is_loose(program: Program) -> bool:
-    """Tells whether a branch takes values of unknown sizes out of optionals.
+    """Returns True if a function of ``program`` unpacks an optional (``OptionalGetValue``) with an unknown size.
 
-    An optional records the sizes that its value had when the graph was built; with other inputs these are too loose.
+    An optional records the sizes of its value when the graph is built. With other inputs they are too loose, and
+    ``retype`` is needed.
     """
     return any(
         node.op == "OptionalGetValue" and not all(t.is_static for t in node.outputs)
@@ -396,7 +434,10 @@ def is_loose(program: Program) -> bool:
 
 
 def retype(program: Program) -> Program:
-    """Returns ``program`` with the types that TensorFlow now infers for it; types that were static stay so."""
+    """Returns ``program`` with the static shapes that TensorFlow infers for it now.
+
+    Called after passes have inlined functions. Shapes that were fully known before are kept.
+    """
     renamed = _make_names_plain(program)
     graph_def = encode_graph_def(renamed)
     graph = import_settled_graph(graph_def)
@@ -424,7 +465,9 @@ def retype(program: Program) -> Program:
 
 
 def _make_names_plain(program: Program) -> Program:
-    """Renames functions to names that a function library accepts."""
+    """Renames the functions of ``program`` to ``body_0``, ``body_1``, ..., since TensorFlow does not accept all
+    names.
+    """
     names = {old: f"body_{i}" for i, old in enumerate(program.functions)}
 
     def rename_value(value: Any) -> Any:

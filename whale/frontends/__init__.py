@@ -1,1 +1,1 @@
-"""Runs programs written for other interfaces than ``wh.function`` and ``wh.Session`` unchanged on the engine."""
+"""Lets programs written for Keras, TensorFlow 1, tf.distribute, Horovod and other libraries run on Whale unchanged."""

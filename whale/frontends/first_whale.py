@@ -1,8 +1,8 @@
-"""Provides names of the first Whale that duplicate others, for its scripts.
+"""Provides names of the first version of Whale, for its scripts, where Whale has another name for the same thing.
 
-Each is implemented by Whale's own interface: ``replicate`` by ``wh.stage`` or ``wh.replica``, ``auto_parallel`` by the
-key ``mesh.auto_parallel`` or by ``wh.split`` around everything, ``set_default_strategy(wh.split())`` as
-``wh.annotate({"*": wh.split()})``, ``cluster`` by the numbers of ranks.
+``replicate`` is implemented by ``wh.stage`` or ``wh.replica``; ``auto_parallel`` by the key ``mesh.auto_parallel``, or
+by ``wh.split`` around everything; ``set_default_strategy(wh.split())`` acts as ``wh.annotate({"*": wh.split()})``; and
+``cluster`` cuts the ranks of the run into slices.
 """
 
 from __future__ import annotations
@@ -19,14 +19,15 @@ from whale.started import process_place
 
 
 class replicate(replica):
-    """A scope for one part of a model, as in the Whale paper: ``with wh.replicate(1):``; each opening is a new part.
+    """Marks one part of a model, as in the Whale paper: ``with wh.replicate(1):``; each ``with`` is a new part.
 
-    Parts of fewer devices than there are ranks are stages, in this order; a single one is the whole model, which is
-    replicated. A part of all ranks has its rows divided over them.
+    A part with fewer devices than there are ranks becomes a stage; stages follow each other in the order of the script.
+    If there is only one such part it is the whole model, which is replicated. A part with as many devices as there are
+    ranks is data-parallel over all ranks.
 
     Args:
-      device_count: devices of one replica of it.
-      name: what a person calls it; nothing else.
+      device_count: number of devices of one replica of the part; None: 1.
+      name: a label for people; it has no effect.
     """
 
     def __init__(self, device_count: int | None = None, name: str | None = None) -> None:
@@ -51,7 +52,7 @@ class replicate(replica):
 
 
 def _is_a_stage(count: int | None) -> bool:
-    """Tells whether a part of the model with so many devices has ranks of its own."""
+    """Returns True if a part of the model with ``count`` devices gets ranks of its own, as a stage."""
     from whale.runtime.context import require_current
     from whale.runtime.scopes import check_count
 
@@ -61,17 +62,18 @@ def _is_a_stage(count: int | None) -> bool:
 
 
 class auto_parallel(ContextDecorator):
-    """Parallelises steps compiled from now on automatically: ``with wh.auto_parallel():`` (or the call alone).
+    """Lets Whale choose the strategy of steps that are compiled from now on: ``with wh.auto_parallel():`` or the call
+    alone.
 
-    As the key ``mesh.auto_parallel``; scopes are kept.
+    Sets the key ``mesh.auto_parallel``. Scopes in the script stay valid.
 
     Args:
-      modes: None: the strategy with the fastest predicted step. ``wh.replica``: the batch is divided, as by default;
-        ``wh.split``: tensors of all layers are divided; ``wh.pipeline`` or ``wh.stage``, or a list with one of them: as
-        None, with as many stages as ``pipeline.stages`` says.
+      modes: None: the strategy with the fastest predicted step. ``wh.replica``: data parallelism, as by default.
+        ``wh.split``: tensor parallelism for all layers. ``wh.pipeline`` or ``wh.stage``, also in a list with others: as
+        None, with ``pipeline.stages`` stages.
 
     Raises:
-      ClusterError: before ``wh.init``.
+      ClusterError: called before ``wh.init``.
       PlanError: another mode.
     """
 
@@ -83,11 +85,14 @@ class auto_parallel(ContextDecorator):
         return self
 
     def __exit__(self, *exception: Any) -> None:
-        """Keeps the mode until the end of the run, since steps are compiled when they are called."""
+        """Does nothing: the mode stays set, since steps are compiled later, at their first call."""
 
 
 def _spread(modes: Sequence[str]) -> None:
-    """Makes steps compiled from now on use these modes; without any, the fastest strategy.
+    """Sets the modes of ``auto_parallel`` for steps that are compiled from now on.
+
+    Args:
+      modes: names of modes; empty: the strategy with the fastest predicted step.
 
     Raises:
       PlanError: there is no such mode.
@@ -97,10 +102,10 @@ def _spread(modes: Sequence[str]) -> None:
     context = require_current("wh.auto_parallel()")
     if unknown := [mode for mode in modes if mode not in ("replica", "replicate", "split", "pipeline", "stage")]:
         raise PlanError(
-            "there is no such mode of auto_parallel",
-            given=unknown[0],
-            expected="wh.replica, wh.split, wh.pipeline, or a list of them",
-            action="correct modes, or leave it out",
+            "wh.auto_parallel does not know this mode",
+            given=f"modes={unknown[0]}",
+            expected="wh.replica, wh.split, wh.pipeline, wh.stage, or a list of these",
+            action="correct modes, or leave it out to let Whale choose",
         )
     if modes and set(modes) <= {"replica", "replicate"}:
         return
@@ -112,9 +117,9 @@ def _spread(modes: Sequence[str]) -> None:
 
 
 def set_default_strategy(strategy: Any) -> None:
-    """Sets the strategy of code outside of all scopes: ``wh.replica()``, the default, or ``wh.split()``.
+    """Sets the strategy of code outside of all scopes: ``wh.replica()`` (the default) or ``wh.split()``.
 
-    It applies to steps compiled from then on.
+    Applies to steps that are compiled after the call.
 
     Raises:
       ClusterError: called before ``wh.init``.
@@ -128,10 +133,10 @@ def set_default_strategy(strategy: Any) -> None:
     )
     if not isinstance(strategy, (replica, split)) or arguments:
         raise PlanError(
-            "code outside of scopes cannot have this strategy",
+            "wh.set_default_strategy does not accept this strategy",
             given=f"wh.{type(strategy).__name__}" + (" with arguments" if arguments else ""),
-            expected="wh.replica() or wh.split()",
-            action="enter the other scope where the code is that it is for",
+            expected="wh.replica() or wh.split(), without arguments",
+            action="put the code that needs another strategy into a `with` block of that strategy",
         )
     context.scoping.split_everything = isinstance(strategy, split)
     context.scoping.dividing_scope_seen |= context.scoping.split_everything
@@ -143,10 +148,10 @@ _LAYOUTS = '"all", {"average": k}, {"row": n} or {"specific": [[ranks], ...]}'
 
 @dataclass(frozen=True)
 class Cluster:
-    """The ranks of a run; as a context manager it returns itself.
+    """Holds the ranks of a run, cut into slices; ``with cluster:`` does nothing.
 
     Attributes:
-      slices: the values for ``devices=cluster.slices[i]`` of a scope: groups of ranks.
+      slices: for each slice its groups of ranks, to be passed to a scope as ``devices=cluster.slices[i]``.
     """
 
     slices: tuple[Slice, ...]
@@ -165,18 +170,23 @@ def cluster(
     rank: int = 0,
     layout: str | Mapping[str, Any] | Collection[str] | None = None,
 ) -> Cluster:
-    """Cuts the ranks of the run into slices. Before ``wh.init`` they are those that it will have by its environment.
+    """Cuts the ranks of the run into slices.
+
+    Before ``wh.init`` the number of ranks is read from the environment that the launcher has set.
 
     Args:
-      worker_hosts: a layout, where it stands first. Hosts, as scripts of the first Whale give them with ``ps_hosts``,
-        ``job_name`` and ``rank``, give way to the ranks that were started.
-      layout: ``"all"``: one slice of all ranks. ``{"average": k}``: k slices of as many ranks, in order.
-        ``{"row": n}``: ranks in rows of n, and slice i is the i-th of each row, so each row is one replica of a
-        pipeline whose stage i is on slice i: four ranks in rows of 2 are ``[[0], [2]]`` and ``[[1], [3]]``.
-        ``{"specific": s}``: the slices s, each a list of ranks or of lists of ranks.
+      worker_hosts: a layout may be given here, as the first argument. Host names, and the other arguments ``ps_hosts``,
+        ``job_name`` and ``rank``, are ignored: the ranks that were started form the cluster.
+      layout: ``"all"``: one slice of all ranks. ``{"average": k}``: k slices of equal size, in order. ``{"row": n}``:
+        the
+        ranks in rows of n; slice i has the i-th rank of each row. Then each row is one replica of a pipeline whose
+          stage i
+        is on slice i. Four ranks in rows of 2 give ``[[0], [2]]`` and ``[[1], [3]]``. ``{"specific": s}``: the slices
+          s,
+        each a list of ranks or of lists of ranks. None: ``"all"``.
 
     Raises:
-      ClusterError: the ranks cannot be cut so.
+      ClusterError: the ranks cannot be cut in this way.
     """
     from whale.runtime.context import find_running
 
@@ -200,7 +210,7 @@ def cluster(
         return Cluster(tuple(tuple((r,) for r in range(i, size, value)) for i in range(value)))
     divides = kind in ("average", "row")
     raise ClusterError(
-        "the ranks cannot be cut into slices as the layout says",
+        "wh.cluster cannot cut the ranks into slices as the layout says",
         given=f"layout={layout!r}, {size} ranks",
         expected=f"a number that divides {size}" if divides else _LAYOUTS,
         action="correct the layout, or start another number of ranks",
@@ -208,7 +218,7 @@ def cluster(
 
 
 def _size_to_be() -> int:
-    """Returns the number of ranks that a run will have, before it begins."""
+    """Returns the number of ranks that the run will have, before ``wh.init``."""
     from whale.runtime.context import process
 
     if process.dry is not None:
@@ -222,9 +232,9 @@ def _slice(item: Any, size: int) -> Slice:
     ranks = [r for group in groups for r in group]
     if not ranks or not {*ranks} <= {*range(size)} or len({*ranks}) < len(ranks):
         raise ClusterError(
-            "a slice of the cluster has ranks that do not exist, or one twice",
-            given=f"{item}, {size} ranks",
-            expected=f"different ranks below {size}",
-            action="correct the slice",
+            "a slice of wh.cluster is empty, has ranks that do not exist, or has a rank twice",
+            given=f"the slice {item} in a run of {size} ranks",
+            expected=f"different ranks from 0 to {size - 1}",
+            action="correct the slice in the layout",
         )
     return tuple(tuple(group) for group in groups)

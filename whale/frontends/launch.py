@@ -1,6 +1,6 @@
-"""Implements ``wh.launch``: calls a function on every rank of a new run, from a script or a notebook.
+"""Implements ``wh.launch``, which calls a function on every rank of a new run, from a script or a notebook.
 
-python -m whale.frontends.launch FOLDER        one rank: reads the call there, leaves what it returned there
+python -m whale.frontends.launch FOLDER        runs one rank: reads the call in FOLDER and writes its result there
 """
 
 from __future__ import annotations
@@ -37,25 +37,28 @@ def launch(
     max_restarts: int = 0,
     verbose: bool = False,
 ) -> list[Any]:
-    """Calls a function on every rank of a new run, as ``horovod.run`` does; ranks print as under `whale run`.
+    """Starts a new run, calls a function on each of its ranks, and returns the results, as ``horovod.run`` does.
 
-    The function calls ``wh.init()`` itself. It may be one of a notebook's cells: it travels by value. Ranks of other
-    hosts need a temporary folder that all see (``TMPDIR``).
+    The function must call ``wh.init()`` itself. It is sent by value, so that it may be defined in a notebook cell. What
+    ranks print appears as with `whale run`. Ranks on other hosts need a temporary folder that all hosts see
+    (``TMPDIR``).
 
     Args:
-      fn, args, kwargs: the call, the same on every rank.
+      fn: the function.
+      args, kwargs: its arguments, the same on every rank.
       np: number of ranks.
-      hosts: ``host1:2,host2:2``; this host unless given.
-      threads: of a rank; unless given, the host's cores divided by its ranks.
-      max_restarts: the function is called again after a fault, at most so often, on as many ranks as before.
+      hosts: hosts and numbers of ranks, ``"host1:2,host2:2"``; None: all ranks on this host.
+      threads: number of threads per rank; None: the host's cores divided by its ranks.
+      max_restarts: how often the function may be called again, on the same number of ranks, after a failure.
       verbose: as `whale run -v`.
 
     Returns:
-      What each rank returned, by rank: numbers, text, bytes, arrays, and lists, tuples, dicts and sets of them.
+      The result of each rank, in order of ranks. Results may consist of numbers, text, bytes, NumPy arrays, and lists,
+      tuples, dicts and sets of these.
 
     Raises:
-      InstallError: cloudpickle, which carries the function, is not installed.
-      ClusterError: the run cannot be started, or failed.
+      InstallError: cloudpickle, which sends the function, is not installed.
+      ClusterError: the run cannot be started, or has failed.
     """
     return launch_pickled(pickle_call(fn, args, kwargs), np, hosts, threads, verbose, max_restarts)
 
@@ -82,15 +85,16 @@ def launch_pickled(
         found = [Path(folder, f"{rank}.result") for rank in range(np)]
         if code or not all(path.exists() for path in found):
             raise ClusterError(
-                "the run of the function failed",
-                given=f"exit code {code}",
-                action="correct what the ranks say above",
+                "the run that was started to call the function has failed",
+                given=f"exit code {code}" if code else "a rank without a result",
+                expected="a result from every rank",
+                action="see the messages of the ranks above, and correct what they say",
             )
         return [unpack(path.read_bytes()) for path in found]
 
 
 def pickle_call(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> bytes:
-    """Pickles a call, with functions by value and with their sources, which AutoGraph reads on the ranks.
+    """Pickles a call by value, together with the source code of functions, which AutoGraph reads on the ranks.
 
     Raises:
       InstallError: cloudpickle is not installed.
@@ -99,8 +103,8 @@ def pickle_call(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str
         import cloudpickle
     except ModuleNotFoundError:
         raise InstallError(
-            "wh.launch needs cloudpickle, which carries the function to the ranks",
-            given=f"none in {sys.executable}",
+            "wh.launch needs cloudpickle, which sends the function to the ranks",
+            given=f"no cloudpickle in {sys.executable}",
             expected="cloudpickle 2.2 or newer",
             action="pip install cloudpickle",
         ) from None
@@ -119,13 +123,22 @@ def pickle_call(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str
 
 
 def _make_code(make: Callable[..., types.CodeType], args: Sequence[Any], name: str, lines: list[str]) -> types.CodeType:
-    """Creates a function's code object with its source attached: notebook cells have no file."""
+    """Creates a function's code object and registers its source in ``linecache``, since a notebook cell has no file.
+
+    Args:
+      make: pickle's own constructor of the code object.
+      args: its arguments.
+      name: the file name that the code is said to come from.
+      lines: the source of that file.
+    """
     linecache.cache.setdefault(name, (sum(map(len, lines)), None, lines, name))
     return make(*args).replace(co_filename=name)
 
 
 def main() -> None:
-    """Runs one rank: reads the call, executes it, and writes its result."""
+    """Runs one rank: reads the call from the folder given on the command line, executes it, and writes its result
+    there.
+    """
     folder = Path(sys.argv[1])
     fn, args, kwargs = pickle.loads((folder / _CALL).read_bytes())  # written by the user who started this
     result = pack(fn(*args, **kwargs))

@@ -1,4 +1,4 @@
-"""Implements ``whale.ray.run``: calls a function on every rank of a run whose processes a Ray cluster places.
+"""Implements ``whale.ray.run``, which calls a function on every rank of a run that is placed by a Ray cluster.
 
 Decision: 0084.
 """
@@ -25,26 +25,28 @@ def run(
     timeout_s: float = 600.0,
     verbose: bool = False,
 ) -> list[Any]:
-    """Calls a function on every rank of a new run, on CPUs that a placement group of Ray holds for it.
+    """Starts a new run on CPUs that a Ray placement group reserves, and calls a function on each of its ranks.
 
-    Connects to the cluster that ``RAY_ADDRESS`` names, or starts Ray on this machine, unless ``ray.init`` was called.
-    Ranks of one node are started there by a task; those of several nodes by ssh from the first one, as by `whale run
-    --hosts`: the nodes need ssh without a password, this Python at one path, and a temporary folder that all see. The
-    function calls ``wh.init()`` itself. What the ranks print comes through Ray.
+    Unless ``ray.init`` was called, connects to the cluster that ``RAY_ADDRESS`` names, or starts Ray on this machine.
+    If all ranks are on one node, a Ray task there starts them. If they are on several nodes, the first node starts the
+    others by ssh, as `whale run --hosts` does; then the nodes need ssh without a password, the same Python at the same
+    path, and a temporary folder that all see. The function must call ``wh.init()`` itself. What ranks print appears
+    through Ray.
 
     Args:
-      fn, args, kwargs: the call, the same on every rank.
+      fn: the function.
+      args, kwargs: its arguments, the same on every rank.
       np: number of ranks.
-      cpus_per_rank: CPUs, and threads, of each.
-      timeout_s: how long the cluster may take to find room.
+      cpus_per_rank: number of CPUs, and of threads, per rank.
+      timeout_s: how long to wait for free CPUs, in seconds.
       verbose: as `whale run -v`.
 
     Returns:
-      What each rank returned, by rank, as ``wh.launch`` does.
+      The result of each rank, in order of ranks; of the same types as for ``wh.launch``.
 
     Raises:
       InstallError: ray or cloudpickle is not installed.
-      ClusterError: the cluster has no room for the ranks, or the run failed.
+      ClusterError: the cluster has no free CPUs for the ranks, or the run has failed.
     """
     ray, placement, scheduling = _import_ray()
     if not ray.is_initialized():
@@ -55,9 +57,9 @@ def run(
             raise ClusterError(
                 "the Ray cluster has no room for the ranks",
                 given=f"{np} ranks of {cpus_per_rank} CPUs each, after {timeout_s:g} s",
-                found=f"{ray.cluster_resources().get('CPU', 0):g} CPUs, free or not",
-                expected="room for all of them at once",
-                action="start fewer ranks, or wait for what else runs there",
+                found=f"{ray.cluster_resources().get('CPU', 0):g} CPUs in the cluster, free or in use",
+                expected=f"{np * cpus_per_rank} free CPUs at the same time",
+                action="start fewer ranks, or wait until other jobs on the cluster have ended",
             )
         at = scheduling.PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=0)
         task = ray.remote(num_cpus=cpus_per_rank, max_retries=0, scheduling_strategy=at)(launch_pickled)
@@ -73,7 +75,12 @@ def run(
 
 
 def _list_hosts(ray: Any, nodes: Mapping[int, str], np: int) -> str | None:
-    """Returns ``address:ranks,...`` of the nodes that hold the group, in order of ranks; None where there is one."""
+    """Returns the nodes of the placement group as ``address:ranks,...``, in order of ranks; None if there is only one
+    node.
+
+    Args:
+      nodes: node id by index of the bundle, which is the rank.
+    """
     addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
     counts = Counter(addresses[nodes[bundle]] for bundle in range(np))
     return None if len(counts) == 1 else ",".join(f"{address}:{count}" for address, count in counts.items())
@@ -86,7 +93,7 @@ def _import_ray() -> tuple[Any, ...]:
     except ModuleNotFoundError:
         raise InstallError(
             "whale.ray needs Ray, which places the ranks",
-            given=f"none in {sys.executable}",
+            given=f"no ray in {sys.executable}",
             expected="ray 2.9 or newer",
             action="pip install ray cloudpickle",
         ) from None

@@ -1,4 +1,4 @@
-"""Implements the public ``wh.init``, which also patches Keras and TensorFlow 1 for programs with those interfaces."""
+"""Implements the public ``wh.init``, which also patches Keras, TensorFlow 1 and tf.data for scripts that use them."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ P = ParamSpec("P")
 
 
 def _wrap_with_interfaces(begin: Callable[P, None]) -> Callable[P, None]:
-    """Wraps ``begin``, so that Keras', TensorFlow 1's and tf.data's programs find the run; its arguments and docstring
-    stay.
+    """Returns ``begin`` extended by the patches of Keras, TensorFlow 1 and tf.data; its signature and docstring are
+    kept.
     """
 
     @functools.wraps(begin)

@@ -1,8 +1,8 @@
-"""Lets the first rank write what every rank saves by TensorFlow alone: ``tf.train.Checkpoint``, its CheckpointManager,
-``tf.saved_model.save``. Others wait when they read it, as with what Keras saves.
+"""Makes rank 0 alone write what all ranks save with ``tf.train.Checkpoint`` or ``tf.saved_model.save``.
 
-Ranks that write into one folder at the same time rename and remove each other's files. Scripts for ``tf.distribute``
-give ranks paths of their own, at each of which one rank writes.
+If all ranks wrote into one folder, they would rename and remove each other's files. Other ranks wait for rank 0 before
+they read what it wrote, as with Keras' models. Scripts written for ``tf.distribute`` (``wh.Strategy``) give each rank
+another path; then one rank writes at each path.
 
 Decision: 0147.
 """
@@ -33,7 +33,7 @@ from whale.runtime.files import normalize_path
 
 
 def install() -> None:
-    """Replaces the functions; while no run of several processes goes on they do what they always did."""
+    """Patches TensorFlow's functions that save and load; without a run of several processes they behave as before."""
     kind = tf.train.Checkpoint
     if hasattr(kind._write, "_whale_original"):
         return
@@ -48,8 +48,8 @@ def install() -> None:
     tf.train.get_checkpoint_state = checkpoint_management.get_checkpoint_state
     save = _capturing(_during_run(tf.saved_model.save, _save_model))
     load = _during_run(tf.saved_model.load, _load_model)
-    # The first import of tensorflow.saved_model, as by Keras' export, makes a second module, and tf.saved_model is that
-    # from then on.
+    # The first import of tensorflow.saved_model, e.g. by Keras' export, creates a second module object, to which
+    # tf.saved_model refers from then on: import it now, and patch both.
     for module in (tf.saved_model, importlib.import_module("tensorflow.saved_model")):
         vars(module).update(save=save, load=load)
 
@@ -71,7 +71,7 @@ def _during_run(original: Callable[..., Any], new: Callable[..., Any]) -> Callab
 
 
 def _capturing(saves: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps ``saves`` so that steps are parts of the functions that are saved, which call them."""
+    """Wraps a function that saves so that ``wh.function`` steps are traced into the tf.functions that call them."""
 
     @functools.wraps(saves)
     def save(*args: Any, **kwargs: Any) -> Any:
@@ -95,7 +95,7 @@ def _write(
             _write_at_each_path(write, prefix, context)
     else:
         _write_on_first_rank(write, holders, prefix, context)
-    if not found:  # a manager keeps count of checkpoints so
+    if not found:  # a CheckpointManager counts checkpoints by these callbacks, on ranks that do not write, too
         checkpoint_lib._execute_callbacks(getattr(options, "experimental_write_callbacks", None) or (), prefix)
     return found[0] if found else prefix
 
@@ -140,7 +140,7 @@ def _save_model(
         original(obj, export_dir, signatures, options)
 
     def trace() -> None:
-        # Where one process traces what it saves, functions draw seeds of Python's generators and may create variables.
+        # Saving traces functions, which may draw seeds and create variables: do the same on ranks that do not write.
         save_lib._build_meta_graph(obj, signatures, options or tf.saved_model.SaveOptions())
 
     holders = ObjectGraphView(obj).breadth_first_traversal()[0]
@@ -158,10 +158,13 @@ def _write_on_first_rank(
     context: Context,
     elsewhere: Callable[[], None] = lambda: None,
 ) -> None:
-    """Writes on the first rank; collective where a variable has to be gathered for it.
+    """Calls ``write`` on rank 0, with sharded variables gathered there; collective if any variable has to be gathered.
 
     Args:
-      elsewhere: what other ranks do meanwhile.
+      write: writes the files.
+      holders: all objects of the checkpoint, variables among them.
+      path: where ``write`` writes.
+      elsewhere: called on the other ranks instead of ``write``.
     """
     holders = list(holders)
     if why := describe_unreadable(holders):
@@ -173,7 +176,11 @@ def _write_on_first_rank(
 
 
 def _write_at_each_path(write: Callable[[], None], prefix: str, context: Context) -> None:
-    """Writes on the first of the ranks that save to one path; collective."""
+    """Calls ``write`` on one rank for each path: on the lowest of the ranks that have it as ``prefix``; collective.
+
+    Raises:
+      CheckpointError: a rank could not write; raised on every rank.
+    """
     comm = context.comms[0]
     purpose = f"the saving of the checkpoint {prefix} (every rank has to save it)"
     places = [data.decode() for data in comm.allgather_bytes("whale/strategy/save", prefix.encode(), purpose=purpose)]
@@ -190,5 +197,6 @@ def _write_at_each_path(write: Callable[[], None], prefix: str, context: Context
                 "a checkpoint cannot be written",
                 given=f"{places[rank]} on rank {rank}",
                 reason=data.decode(),
-                action="make room or correct the path; checkpoints of before are as they were",
+                expected=f"a directory with free space that rank {rank} can write to",
+                action="free space or correct the path; earlier checkpoints are intact",
             )

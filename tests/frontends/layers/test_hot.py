@@ -118,7 +118,7 @@ def test_rows_are_hot_that_more_than_two_ranks_ask_for() -> None:
     most_used = wh.layers.hot_ids(batches, 2, count=3)
     assert len(most_used) == 3 and set(found[:1]) <= set(most_used)
     for wrong in ([], [np.zeros((3, 2), int)], [np.zeros((4, 2))]):
-        with pytest.raises(ProgramError, match="no batch of ids"):
+        with pytest.raises(ProgramError, match="hot_ids needs"):
             wh.layers.hot_ids(wrong, 4)
 
 

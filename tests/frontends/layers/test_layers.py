@@ -122,11 +122,11 @@ def test_models_have_it_and_make_it_again() -> None:
 
 @pytest.mark.parametrize("options", [{"top_k": 5}, {"choose": "neither"}, {"balance": "none"}])
 def test_what_is_no_layer_is_refused(options: dict[str, Any]) -> None:
-    with pytest.raises(ProgramError, match="no valid layer of experts"):
+    with pytest.raises(ProgramError, match="MoE does not accept these"):
         made(**options)
 
 
 def test_tokens_without_groups_are_refused_where_they_do_not_divide() -> None:
     layer = wh.layers.MoE(EXPERTS, 5, groups=3)
-    with pytest.raises(ProgramError, match="no valid layer of experts"):
+    with pytest.raises(ProgramError, match="MoE does not accept these"):
         layer(np.zeros((8, WIDTH), np.float32))

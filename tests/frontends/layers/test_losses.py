@@ -82,7 +82,7 @@ def test_the_batchs_classes_are_always_among_the_sampled() -> None:
 
 @pytest.mark.parametrize(("sample", "blocks"), [(8, 2), (24, 5), (26, 2)])
 def test_too_few_or_unequal_blocks_are_refused(sample: int, blocks: int) -> None:
-    with pytest.raises(ProgramError, match="the classes cannot be sampled with these arguments"):
+    with pytest.raises(ProgramError, match="cannot sample the classes with these arguments"):
         wh.losses.partial_fc(FEATURES, WEIGHTS.T, LABELS, sample, [1, 2], blocks=blocks)
 
 

@@ -95,7 +95,7 @@ def test_train_and_evaluate_and_go_on_after_a_fault(launcher: Any, tmp_path: Pat
     assert "rank 1 failed: exit code 9" in died.stderr
     done = launcher.run("-np", "2", script, str(tmp_path / "spread"), "spread")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "RunConfig does without TF_CONFIG" in done.stderr
+    assert "RunConfig ignores TF_CONFIG" in done.stderr
     lines = [line.partition("found ")[2] for line in done.stdout.splitlines() if "found {" in line]
     assert len(lines) == 2
     for line in lines:

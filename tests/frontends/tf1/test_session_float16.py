@@ -114,7 +114,7 @@ def test_gradients_of_losses_that_were_not_scaled_are_refused(ranks: Start) -> N
     ranks(1, **FLOAT16)
     with wh.Session(graph=early.graph) as session:
         session.run(early.start)
-        with pytest.raises(PlanError, match="not scaled"):
+        with pytest.raises(PlanError, match="without loss scaling"):
             session.run(early.train, early.batch())
 
 

@@ -121,8 +121,8 @@ def test_sync_replicas_is_the_optimizer_that_it_wraps(ranks: Start, capfd: pytes
     ranks(2)
     plain = run(lambda optimizer: optimizer)
     assert run(lambda optimizer: v1.train.SyncReplicasOptimizer(optimizer, 2)) == plain
-    assert "SyncReplicasOptimizer stands for the optimizer that it wraps" in capfd.readouterr().err
-    with pytest.raises(wh.ProgramError, match="sums the gradients of other batches"):
+    assert "SyncReplicasOptimizer is replaced by the optimizer that it wraps" in capfd.readouterr().err
+    with pytest.raises(wh.ProgramError, match="must aggregate one batch of each replica"):
         run(lambda optimizer: v1.train.SyncReplicasOptimizer(optimizer, 4, total_num_replicas=2))
 
 
@@ -133,7 +133,7 @@ def test_variables_and_loops_that_can_be_distributed_are_turned_on(
     try:
         ranks(2)
         assert v1.resource_variables_enabled()
-        assert capfd.readouterr().err.count("turned on resource variables for the graphs") == 1
+        assert capfd.readouterr().err.count("turned on resource variables for graphs") == 1
         v1.disable_resource_variables()  # as disable_v2_behavior does
         assert v1.resource_variables_enabled()
         wh.shutdown()

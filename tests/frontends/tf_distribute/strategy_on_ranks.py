@@ -115,9 +115,7 @@ def with_closure(iterator):
     return strategy.run(replica)
 
 
-refused(
-    lambda: with_closure(iter(dataset)), ProgramError, "captures a tensor of the enclosing function", "pass it in args"
-)
+refused(lambda: with_closure(iter(dataset)), ProgramError, "captures a tensor of the enclosing function", "in args")
 
 # an ordinary function stays TensorFlow's
 plain = tf.function(lambda x: x + 1)
@@ -130,7 +128,7 @@ refused(lambda: graph.get_concrete_function(tf.TensorSpec([8])), ProgramError, "
 refused(lambda: strategy.reduce("MAX", 1.0), ProgramError, "reduce_op='MAX'")
 refused(lambda: strategy.make_input_fn_iterator, ProgramError, "strategy.make_input_fn_iterator")
 refused(lambda: strategy.extended.value_container, ProgramError, "strategy.extended.value_container")
-refused(lambda: strategy.experimental_distribute_dataset([1]), ProgramError, "given: list")
+refused(lambda: strategy.experimental_distribute_dataset([1]), ProgramError, "of type list")
 refused(lambda: wh.Strategy(devices=["GPU:0", "GPU:1"]), ProgramError, "GPU:1", "whale run -np")
 
 wh.shutdown()

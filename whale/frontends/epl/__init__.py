@@ -1,1 +1,1 @@
-"""Implements Easy Parallel Library's annotations, with its meaning of a batch, over the ranks of a run."""
+"""Implements the API of the Easy Parallel Library (EPL), whose scripts build TensorFlow 1 graphs, on Whale's ranks."""

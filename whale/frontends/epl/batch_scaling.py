@@ -1,7 +1,8 @@
-"""Infers how a value grows with the rows of the batch: with twice as many, a mean stays equal and a sum doubles.
+"""Infers how a tensor of a graph changes with the number of rows in the batch.
 
-One program computes the values of all replicas at once. The value of each single replica, and so the mean or the sum
-over replicas, follows from it if the growth with rows is known.
+With twice as many rows, the mean of a loss stays equal, and its sum doubles. Whale computes one value for the rows of
+all replicas. EPL scripts ask for the mean or sum of the replicas' own values. If the growth with rows is known, these
+follow from Whale's value: with n replicas, a sum over rows is n times the mean of the replicas' sums.
 
 Decision: 0069.
 """
@@ -23,12 +24,12 @@ _ASSIGNS = {"AssignAddVariableOp", "AssignSubVariableOp"}
 
 @dataclass(frozen=True)
 class BatchScaling:
-    """The growth of a value with the rows of the batch.
+    """Describes how a tensor changes with the number of rows in the batch.
 
     Attributes:
-      rows: whether its dimension 0 is that of the batch.
-      power: with n times as many rows an element is n ** power times as large.
-      shape: it is a shape whose first element is the number of rows.
+      rows: True if dimension 0 of the tensor is that of the batch.
+      power: with n times as many rows, each element is n ** power times as large: 0 for a mean over rows, 1 for a sum.
+      shape: True if the tensor is a shape vector whose first element is the number of rows.
     """
 
     rows: bool = False
@@ -37,7 +38,10 @@ class BatchScaling:
 
 
 def find_scaling(tensor: tf.Tensor) -> BatchScaling | None:
-    """Returns how ``tensor`` grows with the rows of the batch; None if that cannot be inferred."""
+    """Returns how ``tensor`` changes with the number of rows in the batch; None if this cannot be inferred.
+
+    Walks the graph from iterators and placeholders, whose outputs have rows, to ``tensor``.
+    """
     found: dict[str, BatchScaling | None] = {}
     stack = [tensor]
     while stack:
@@ -150,5 +154,5 @@ def _find_reduced_scaling(op: tf.Operation, operand: BatchScaling) -> BatchScali
 
 
 def _is_open(tensor: tf.Tensor) -> bool:
-    """Tells whether the number of rows is unknown."""
+    """Returns True if the size of dimension 0 is unknown."""
     return bool(tensor.shape.rank) and tensor.shape.as_list()[0] is None

@@ -1,4 +1,8 @@
-"""Excludes gradients and updates, which a script builds beside its model, from its task graphs."""
+"""Patches TensorFlow's gradients and optimizers for EPL scripts.
+
+A gradient belongs to the task graph of its forward op, an update to none, wherever the script builds them. Gradients
+are also scaled to the mean over replicas, and accumulated over runs if the script asks for micro-batches.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +26,10 @@ _Apply = Callable[..., Any]
 
 
 def patch_gradients() -> None:
-    """Patches TensorFlow's gradients and version 1 optimizers so that they add no nodes to a script's task graphs."""
+    """Patches tf.gradients, and ``apply_gradients`` of all tf.compat.v1 optimizers, for EPL scripts; once per process.
+
+    Gradients and updates then belong to no scope that happens to be open where the script builds them.
+    """
     if hasattr(gradients_util, "_whale_epl"):
         return
     gradients_util._whale_epl = True
@@ -58,7 +65,11 @@ def patch_gradients() -> None:
 
 
 def _find_share(losses: Any, variables: Any) -> float:
-    """Returns the factor between gradients of the whole batch and the mean of the replicas' gradients."""
+    """Returns the factor by which gradients of the whole batch become the mean of the replicas' gradients.
+
+    For a mean over rows it is 1. For a sum over rows it is 1 / replicas. If the loss cannot be classified, rank 0 logs
+    a warning once, and the factor is 1.
+    """
     env, layout = Env.get(), Graph.get().layout
     copies = layout.replicas * layout.batches.turns
     read = [x.op.type if isinstance(x, tf.Tensor) else "VarHandleOp" for x in tf.nest.flatten(variables)]
@@ -72,20 +83,20 @@ def _find_share(losses: Any, variables: Any) -> float:
     if not env.told and require_current("tf.gradients").rank == 0:
         env.told = True
         log.warning(
-            "how a loss grows with the rows of its batch cannot be told, so its gradients are taken as those of "
-            "a mean over the rows of all replicas"
+            "Whale cannot tell whether a loss is a mean or a sum over the rows of its batch, so its gradients are "
+            "applied as those of a mean over the rows of all replicas; if it is a sum, divide it by the number of rows"
         )
     return 1.0
 
 
 def is_active() -> bool:
-    """Tells whether a script of the library runs in this process, and builds a graph."""
+    """Returns True if an EPL script runs in this process and is building a graph."""
     context = find_running()
     return context is not None and context.planning.meaning is not None and not tf.executing_eagerly()
 
 
 def _patch_updates(kind: type) -> None:
-    """Patches ``apply_gradients`` of a class that has one of its own."""
+    """Patches ``apply_gradients`` of an optimizer class, if the class itself defines this method."""
     original = vars(kind).get("apply_gradients")
     if original is None or hasattr(original, "_whale_epl"):
         return
@@ -115,7 +126,7 @@ def _apply_gradients(apply: _Apply, pairs: list[tuple[Any, Any]], args: Sequence
     if sums:
         pairs = [(_multiply(slope, layout.replicas), v) for slope, v in pairs]
     if layout.accumulated == 1:
-        # The gradients of micro-batches of one run are a mean already, of which a sum is as many times as much.
+        # The gradients of one run are the mean over its micro-batches; their sum is larger by the number of these.
         times = layout.batches.turns if sums else 1
         return apply([(_multiply(slope, times), v) for slope, v in pairs], *args, **kwargs)
     return _accumulate(apply, pairs, args, kwargs, layout.accumulated, sums)
@@ -132,7 +143,16 @@ def _multiply(slope: Any, factor: float) -> Any:
 def _accumulate(
     apply: _Apply, pairs: list[tuple[Any, Any]], args: Sequence[Any], kwargs: dict[str, Any], count: int, sums: bool
 ) -> Any:
-    """Accumulates gradients, and applies them in every ``count``-th run, which also increments the global step."""
+    """Adds gradients to accumulators, and applies their mean or sum in every ``count``-th run of the returned
+    operation.
+
+    Args:
+      apply: the optimizer's original ``apply_gradients``.
+      pairs: (gradient, variable) pairs.
+      args, kwargs: the other arguments of ``apply_gradients``. The global step grows only when gradients are applied.
+      count: number of runs per update.
+      sums: True to apply the sum of the accumulated gradients, False for their mean.
+    """
     name = kwargs.pop("name", None) or (args[1] if len(args) > 1 else None)
     step = kwargs.pop("global_step", args[0] if args else None)
     used = [(slope, v) for slope, v in pairs if slope is not None]
@@ -182,9 +202,9 @@ def _refuse_variables_inside(done: tf.Tensor) -> None:
             n.op == "VarHandleOp" for n in functions[op.get_attr(key).name].node_def
         ):
             raise ProgramError(
-                "an optimizer makes variables while it builds its update, which some runs leave out",
+                "an optimizer creates variables in apply_gradients, which runs only once per several micro-batches",
                 op=op.name,
-                given="variables in apply_gradients, and pipeline.num_micro_batch above 1 with one task graph",
-                expected="variables in _create_slots, as TensorFlow's optimizers make them",
-                action="make the optimizer's variables in _create_slots, or set pipeline.num_micro_batch to 1",
+                given="variables created in apply_gradients; one task graph and pipeline.num_micro_batch above 1",
+                expected="variables created in _create_slots, as in TensorFlow's optimizers",
+                action="create the optimizer's variables in _create_slots, or set pipeline.num_micro_batch to 1",
             )

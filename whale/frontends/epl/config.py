@@ -1,4 +1,4 @@
-"""Implements ``epl.Config``: groups of settings as attributes, and their translation to Whale's keys."""
+"""Implements ``epl.Config``, EPL's settings in groups, and translates them to Whale's configuration keys."""
 
 from __future__ import annotations
 
@@ -45,15 +45,17 @@ _CHOICES: dict[str, tuple[str, ...]] = {
 
 
 class WrongConfigError(ConfigError, ValueError):
-    """The error of an unknown setting or a wrong value; scripts for the library expect a ValueError."""
+    """Raised for an unknown setting or a wrong value. It is also a ValueError, which EPL raises and scripts may
+    catch.
+    """
 
 
 class _NoSettingError(ConfigError, AttributeError):
-    """The error of an attribute that is no known setting."""
+    """Raised if a script sets or reads an attribute of the configuration that is no setting; also an AttributeError."""
 
 
 class _Group:
-    """A group of settings with one prefix, as attributes."""
+    """Holds the settings of one group as attributes, and checks values that are assigned."""
 
     _name: str
 
@@ -66,8 +68,8 @@ class _Group:
             raise _NoSettingError(
                 "the configuration has no such setting",
                 given=f"{self._name}.{name}",
-                expected=", ".join(_GROUPS[self._name]),
-                action="use one of those",
+                expected=f"one of {', '.join(f'{self._name}.{known}' for known in _GROUPS[self._name])}",
+                action="correct the name",
             )
         self.__dict__[name] = _check(f"{self._name}.{name}", value)
 
@@ -76,17 +78,18 @@ class _Group:
 
 
 class Config:
-    """The settings of a run, in groups: ``config.pipeline.num_micro_batch = 4``, before ``epl.init``.
+    """Holds EPL's settings, in groups: ``config.pipeline.num_micro_batch = 4``. To be passed to ``epl.init``.
 
-    A value is that of ``param_dict``, else that of the environment (``EPL_PIPELINE_NUM_MICRO_BATCH``), else the
-    default. Texts are taken without regard to case.
+    A setting's value comes from ``param_dict``, else from the environment (``EPL_PIPELINE_NUM_MICRO_BATCH=4``), else it
+    is the default. Values that are text may be in upper or lower case.
 
     Args:
-      param_dict: dotted names of settings and their values.
+      param_dict: values by dotted name, e.g. ``{"pipeline.num_micro_batch": 4}``.
 
     Raises:
-      ConfigError: a name that there is not, or a value of another type. It is a ValueError, or an AttributeError where
-        an attribute is set.
+      ConfigError: an unknown name, or a value of a wrong type. The error is also a ValueError; if an attribute is set,
+        an
+        AttributeError for an unknown name.
     """
 
     def __init__(self, param_dict: Mapping[str, Any] | None = None) -> None:
@@ -111,10 +114,10 @@ class Config:
 
     def __setattr__(self, name: str, value: Any) -> None:
         raise _NoSettingError(
-            "a group of settings cannot be replaced, and there are no others",
-            given=name,
-            expected=", ".join(_GROUPS),
-            action="set one of a group's settings: config.pipeline.num_micro_batch = 4",
+            "an attribute of epl.Config is a group of settings and cannot be assigned",
+            given=f"config.{name} = ...",
+            expected=f"an assignment to a setting of a group: {', '.join(_GROUPS)}",
+            action="assign a setting, as in config.pipeline.num_micro_batch = 4",
         )
 
     def __repr__(self) -> str:
@@ -123,11 +126,17 @@ class Config:
     # Groups are made from the table above.
     def __getattr__(self, name: str) -> Any:
         raise _NoSettingError(
-            "the configuration has no such group", given=name, expected=", ".join(_GROUPS), action="use one of those"
+            "the configuration has no such group",
+            given=f"config.{name}",
+            expected=", ".join(_GROUPS),
+            action="correct the group's name",
         )
 
     def to_whale(self) -> dict[str, Any]:
-        """Returns the keys of ``wh.Config`` that have the same meaning; batches are each rank's own."""
+        """Returns the configuration keys of Whale that these settings correspond to, without those at Whale's default.
+
+        The key ``batch.mode`` is always "local": in EPL each replica reads its own batch.
+        """
         found: dict[str, Any] = {"batch.mode": "local"}
         found["pipeline.schedule"] = "gpipe" if self.pipeline.strategy == "preferforward" else "1f1b"
         found["memory.recompute"] = {"collection": "marked"}.get(kept := self.gradient_checkpoint.type, kept)
@@ -186,5 +195,5 @@ def _make_error(key: str, value: Any) -> WrongConfigError:
     if key == "amp.loss_scale":
         expected = "'dynamic' or a number"
     return WrongConfigError(
-        f"a wrong value for the setting {key}", given=repr(value), expected=expected, action="correct the value"
+        f"the setting {key} cannot have this value", given=repr(value), expected=expected, action="correct the value"
     )

@@ -1,4 +1,4 @@
-"""Implements ``epl.Env``: the library's state in this process."""
+"""Implements ``epl.Env``, which holds the state of an EPL script in this process."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ from whale.frontends.epl.strategies import StrategyContext
 
 
 class Env:
-    """The configuration, cluster, open strategies and graphs of the process: ``Env.get()``.
+    """Holds the configuration, cluster, open strategies and graphs of an EPL script; ``Env.get()`` returns the only
+    instance.
 
     Attributes:
-      config: what ``epl.init`` was given.
+      config: the epl.Config that ``epl.init`` was given.
       cluster: the ranks as workers; None before ``epl.init``.
-      strategy_context: the strategies that are open.
-      epl_graphs: what is known of graphs, in the order in which they came.
+      strategy_context: the strategies (``epl.replicate``, ``epl.split``) that are open now.
+      epl_graphs: one epl.Graph per TensorFlow graph, in order of creation.
     """
 
     def __init__(self) -> None:
@@ -30,14 +31,14 @@ class Env:
 
     @classmethod
     def get(cls) -> Env:
-        """Returns the process's Env, and creates it if there is none."""
+        """Returns the only Env of the process; the first call creates it."""
         if holder.env is None:
             holder.env = cls()
         found: Env = holder.env
         return found
 
     def reset(self) -> None:
-        """Clears all state."""
+        """Forgets configuration, cluster, strategies and graphs; ``epl.init`` calls this first."""
         self.strategy_context.end_default()
         self.config: Config = Config()
         self.cluster: Cluster | None = None
@@ -50,7 +51,10 @@ class Env:
         self._information: dict[str, Any] = {}
 
     def find_graph(self, graph: tf.Graph) -> Graph:
-        """Returns the record of a TensorFlow graph; for a function's graph, that of the enclosing one."""
+        """Returns the epl.Graph of a TensorFlow graph, and creates it if there is none.
+
+        The graph of a function belongs to the epl.Graph of the graph around it.
+        """
         while getattr(graph, "outer_graph", None) is not None:
             graph = graph.outer_graph
         if graph not in self._of_graph:
@@ -60,26 +64,28 @@ class Env:
 
     @property
     def slices(self) -> Any:
-        """Returns, for each task graph, the ranks of its replicas if the script specifies them."""
+        """Returns, for each task graph, the ranks of each replica, if the script gave a layout to epl.Cluster; else
+        ``()``.
+        """
         return self.cluster.slices if self.cluster is not None else ()
 
     @property
     def default_graph(self) -> Graph:
-        """Returns the record of the default graph."""
+        """Returns the epl.Graph of TensorFlow's default graph."""
         return self.find_graph(tf.compat.v1.get_default_graph())
 
     @property
     def parallel_information(self) -> dict[str, Any]:
-        """Returns a dict in which scripts may store values; it is empty otherwise."""
+        """Returns a dict for the script's own use; Whale stores nothing in it."""
         return self._information
 
     @property
     def server(self) -> None:
-        """Returns None: Whale connects the ranks, without a TensorFlow server."""
+        """Returns None: EPL starts a tf.train.Server here, but Whale connects the ranks without one."""
         return None
 
     def get_config_proto(self, allow_growth: bool = True) -> Any:
-        """Returns a tf.compat.v1.ConfigProto."""
+        """Returns a tf.compat.v1.ConfigProto with ``allow_growth`` and the GPUs of ``cluster.run_visible_devices``."""
         config = tf.compat.v1.ConfigProto()
         config.gpu_options.allow_growth = allow_growth
         if self.config.cluster.run_visible_devices:

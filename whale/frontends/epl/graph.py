@@ -1,6 +1,7 @@
-"""Implements ``epl.Graph``: the task graphs of a TensorFlow graph, and the values to merge over replicas.
+"""Implements ``epl.Graph``: the task graphs of a TensorFlow graph, and collections of tensors to merge over replicas.
 
-Values that a script marks to be merged over replicas are computed from those of the whole batch.
+A script marks a loss with, say, GLOBAL_MEAN_OBJECTS to get its mean over replicas. Whale has one value for the rows of
+all replicas, and derives the merged value from this one (see ``batch_scaling``).
 """
 
 from __future__ import annotations
@@ -23,7 +24,10 @@ _SUMMARIES = {"ScalarSummary", "HistogramSummary", "TensorSummary", "TensorSumma
 
 
 class GraphKeys:
-    """Names of the collections of values that are merged over replicas: all of them, or those of one worker."""
+    """Names the collections of tensors to merge over replicas.
+
+    GLOBAL merges over all replicas, LOCAL over those of one worker. CONCAT concatenates rows; MEAN and SUM reduce.
+    """
 
     GLOBAL_CONCAT_OBJECTS = "global_concat_objects"
     GLOBAL_MEAN_OBJECTS = "global_mean_objects"
@@ -43,7 +47,13 @@ class GraphKeys:
 
 @dataclass(frozen=True)
 class PipelineConfig:
-    """The pipeline settings of a graph."""
+    """Holds the pipeline settings of one graph.
+
+    Attributes:
+      num_micro_batch: number of micro-batches per update.
+      num_stages: number of task graphs that have ranks of their own.
+      strategy: name of the schedule, such as "preferbackward".
+    """
 
     num_micro_batch: int
     num_stages: int
@@ -52,7 +62,14 @@ class PipelineConfig:
 
 @dataclass
 class TaskGraph:
-    """A part of the model with a strategy of its own."""
+    """Represents the operations that were built under one strategy, e.g. inside of one ``with epl.replicate(1):``.
+
+    Attributes:
+      index: number of the task graph in its graph.
+      strategy: the strategy under which it was built.
+      inside: index of the task graph around it; None if there is none.
+      graph: the epl.Graph that it belongs to.
+    """
 
     index: int
     strategy: Strategy
@@ -61,17 +78,17 @@ class TaskGraph:
 
     @property
     def num_device_per_replica(self) -> int:
-        """Returns the number of devices of one replica."""
+        """Returns the number of devices of one replica; 1 if the script does not say."""
         return self.strategy.device_count or 1
 
     @property
     def num_replicas(self) -> int:
-        """Returns the number of its replicas."""
+        """Returns the number of replicas of this task graph."""
         return self.graph.layout.replicas
 
     @property
     def local_num_replicas(self) -> int:
-        """Returns how many of its replicas are this worker's."""
+        """Returns the number of replicas whose first rank belongs to this worker."""
         cluster = require_env("a task graph").cluster
         first = cluster.worker_index * cluster.gpu_num_per_worker
         here = range(first, first + cluster.gpu_num_per_worker)
@@ -79,17 +96,28 @@ class TaskGraph:
 
     @property
     def virtual_device(self) -> Any:
-        """Returns its devices."""
+        """Returns the devices of this task graph, as a VirtualDevice."""
         return require_env("a task graph").cluster.device_of(self.graph.layout.ranks.get(self.index, ()), self.index)
 
     @property
     def pipeline_config(self) -> PipelineConfig:
-        """Returns the pipeline configuration of its graph."""
+        """Returns the pipeline settings of the graph that this task graph belongs to."""
         return self.graph.get_pipeline_config()
 
 
 class Graph:
-    """The task graphs and marked values of one TensorFlow graph."""
+    """Holds the task graphs and the collections of one TensorFlow graph.
+
+    Attributes:
+      taskgraphs: the task graphs, in the order in which they were opened.
+      gradients: gradients that optimizers were given.
+      differentiated: names of the operations that output gradients.
+      collections: tensors to merge over replicas, by the names of GraphKeys.
+      merged: name of a marked tensor -> the tensor with its merged value.
+      summary_map: empty; only there because EPL has it.
+      model_mode: what an Estimator builds the graph for: train, eval or predict.
+      sliced: True once the files of the graph's datasets were divided over the replicas.
+    """
 
     def __init__(self) -> None:
         self.taskgraphs: list[TaskGraph] = []
@@ -103,11 +131,18 @@ class Graph:
 
     @classmethod
     def get(cls, may_create: bool = False) -> Graph:
-        """Returns the Graph of TensorFlow's default graph, and makes it if there is none."""
+        """Returns the epl.Graph of TensorFlow's default graph; it is created if there is none, whatever ``may_create``
+        says.
+        """
         return require_env("epl.Graph").find_graph(tf.compat.v1.get_default_graph())
 
     def add_task_graph(self, strategy: Strategy, outer: Strategy | None) -> TaskGraph:
-        """Adds a task graph, which becomes the last one."""
+        """Adds a task graph.
+
+        Args:
+          strategy: the strategy under which it is built.
+          outer: the strategy around it; None if there is none.
+        """
         inside = next((t.index for t in reversed(self.taskgraphs) if t.strategy is outer), None) if outer else None
         strategy.index = len(self.taskgraphs)
         found = TaskGraph(len(self.taskgraphs), strategy, inside, self)
@@ -116,7 +151,7 @@ class Graph:
 
     @property
     def layout(self) -> Layout:
-        """Returns the joint layout of the task graphs so far."""
+        """Returns on which ranks the task graphs that exist so far run, and how batches are divided."""
         known = require_env("epl.Graph")
         context = require_current("epl.Graph")
         settings = known.config.pipeline
@@ -137,17 +172,17 @@ class Graph:
 
     @property
     def num_stages(self) -> int:
-        """Returns the number of stages."""
+        """Returns the number of task graphs, which EPL calls stages."""
         return len(self.taskgraphs)
 
     @property
     def num_constructors(self) -> int:
-        """Returns the number of replicas that provide batches."""
+        """Returns the number of ranks that read batches: one per replica."""
         return len(self.layout.batches.readers)
 
     @property
     def pipeline_enabled(self) -> bool:
-        """Tells whether one run computes several micro-batches."""
+        """Returns True if one run of the graph computes several micro-batches."""
         return self.layout.batches.turns > 1
 
     @property
@@ -156,7 +191,7 @@ class Graph:
         return True
 
     def get_pipeline_config(self) -> PipelineConfig:
-        """Returns the pipeline configuration of this graph."""
+        """Returns the pipeline settings of this graph."""
         settings = require_env("epl.Graph").config.pipeline
         return PipelineConfig(settings.num_micro_batch, self.layout.stages, settings.strategy)
 
@@ -165,32 +200,32 @@ class Graph:
         require_env("epl.set_default_strategy()").strategy_context.set_default(strategy)
 
     def set_model_mode(self, mode: str) -> None:
-        """Sets the mode (train, eval, predict) for which an Estimator builds the graph."""
+        """Records for what an Estimator builds the graph: train, eval or predict."""
         self.model_mode = mode
 
     def add_to_collection(self, tensors: Any, graph_key: str) -> None:
-        """Adds to a collection; see ``epl.add_to_collection``."""
+        """Adds one tensor or a list of them to a collection; see ``epl.add_to_collection``."""
         _check_key(graph_key)
         for tensor in tensors if isinstance(tensors, (list, tuple)) else [tensors]:
             self.collections[graph_key].append(tf.convert_to_tensor(tensor))
 
     def get_collection(self, graph_key: str) -> list[tf.Tensor]:
-        """Returns the values of one collection."""
+        """Returns the tensors that were added to the collection ``graph_key``."""
         _check_key(graph_key)
         return list(self.collections[graph_key])
 
     def get_all_collections(self) -> list[tf.Tensor]:
-        """Returns the values of all collections."""
+        """Returns the tensors of all collections in one list."""
         return [tensor for key in GraphKeys.ALL_COLLECTION_KEYS for tensor in self.collections[key]]
 
     @property
     def merged_outputs_map(self) -> dict[str, tf.Tensor]:
-        """Returns a map from the name of a marked tensor to the tensor that is fetched in its place."""
+        """Returns the merged tensors, by the names of the tensors in whose place they are fetched."""
         merge_outputs(self, tf.compat.v1.get_default_graph())
         return self.merged
 
     def clone(self, *_: Any, **__: Any) -> None:
-        """Refuses to clone: there are no clones, since one program is planned for all devices.
+        """Raises an error: EPL clones operations for replicas, but Whale plans one program for all devices.
 
         Raises:
           ProgramError: always.
@@ -208,7 +243,7 @@ class Graph:
 def _check_key(graph_key: str) -> None:
     if graph_key not in GraphKeys.ALL_COLLECTION_KEYS:
         raise ProgramError(
-            "there is no such collection",
+            "there is no such collection of tensors to merge over replicas",
             given=repr(graph_key),
             expected=", ".join(GraphKeys.ALL_COLLECTION_KEYS),
             action="use a name of epl.GraphKeys",
@@ -216,33 +251,37 @@ def _check_key(graph_key: str) -> None:
 
 
 def add_to_collection(tensor: Any, graph_key: str) -> None:
-    """Marks values to be merged over replicas where they are fetched, logged or summarised.
+    """Marks a tensor to be merged over replicas when the script fetches, logs or summarises it.
 
     Args:
       tensor: a tensor, or a list of them.
-      graph_key: one of ``epl.GraphKeys``: GLOBAL merges over all replicas, LOCAL over those of a worker.
+      graph_key: a name of ``epl.GraphKeys``. GLOBAL merges over all replicas, LOCAL over those of one worker.
 
     Raises:
-      ProgramError: no such collection.
+      ProgramError: there is no collection of this name.
     """
     Graph.get(may_create=True).add_to_collection(tensor, graph_key)
 
 
 def get_collection(graph_key: str) -> Sequence[tf.Tensor]:
-    """Returns the values of one collection."""
+    """Returns the tensors of the default graph that were added to the collection ``graph_key``."""
     return Graph.get().get_collection(graph_key)
 
 
 def get_all_collections() -> Sequence[tf.Tensor]:
-    """Returns the values of all collections."""
+    """Returns the tensors of the default graph that were added to any collection."""
     return Graph.get().get_all_collections()
 
 
 def merge_outputs(graph: Any, tf_graph: tf.Graph) -> None:
-    """Creates the merged values of marked tensors that have none yet; summaries use these from now on.
+    """Creates the merged tensors for marked tensors that have none yet, and makes summaries read the merged tensors.
+
+    Args:
+      graph: the epl.Graph.
+      tf_graph: its TensorFlow graph, which may be finalized.
 
     Raises:
-      ProgramError: the replicas' values cannot be derived from the value of the whole batch.
+      ProgramError: the merged value cannot be derived from the value for the whole batch.
     """
     missing = [(key, t) for key, values in graph.collections.items() for t in values if t.name not in graph.merged]
     if not missing:
@@ -254,8 +293,8 @@ def merge_outputs(graph: Any, tf_graph: tf.Graph) -> None:
             where, how, _ = key.split("_")
             if where == "local" and _count_workers(graph) > 1:
                 raise _make_refusal(
-                    key, tensor, "values of one worker's replicas are not computed apart",
-                    "mark it with the GLOBAL collection of that kind, or start all replicas as one worker's "
+                    key, tensor, "a tensor cannot be merged over the replicas of one worker alone",
+                    "add the tensor to the GLOBAL collection, or start all replicas in one worker "
                     "(epl-launch --num_workers 1)",
                 )  # fmt: skip
             made = _merge_tensor(key, how, tensor, copies)
@@ -272,13 +311,14 @@ def _merge_tensor(key: str, how: str, tensor: tf.Tensor, copies: int) -> tf.Tens
     if how == "concat":
         if grows is None or not grows.rows:
             raise _make_refusal(
-                key, tensor, "only rows of the batch can be put one after the other", "mark a tensor of [rows, ...]"
-            )
-        return tf.identity(tensor)  # of what an iterator gives, this rank has its own rows only
+                key, tensor, "only tensors with the batch as dimension 0 can be concatenated over replicas",
+                "add a tensor of shape [rows, ...] to this collection",
+            )  # fmt: skip
+        return tf.identity(tensor)  # an iterator's own output has this rank's rows only; its identity has all rows
     if grows is None:
         raise _make_refusal(
-            key, tensor, "what each replica would have does not follow from the value of the whole batch",
-            "mark a mean or a sum over rows, or what is made of such by products and quotients",
+            key, tensor, "the replicas' values of a tensor cannot be derived from its value for the whole batch",
+            "add a mean or a sum over rows to the collection, or products and quotients of such",
         )  # fmt: skip
     if grows.rows:
         stacked = tf.reshape(tensor, tf.concat([[copies, -1], tf.shape(tensor)[1:]], 0))
@@ -288,7 +328,7 @@ def _merge_tensor(key: str, how: str, tensor: tf.Tensor, copies: int) -> tf.Tens
 
 
 def _count_workers(graph: Any) -> int:
-    """Returns the number of workers with replicas that provide batches."""
+    """Returns the number of workers that have a rank which reads batches."""
     cluster = require_env("epl.GraphKeys").cluster
     each = cluster.gpu_num_per_worker if cluster is not None else 1
     return len({rank // each for rank in graph.layout.batches.readers})
@@ -296,7 +336,7 @@ def _count_workers(graph: Any) -> int:
 
 @contextmanager
 def unfreeze_graph(graph: tf.Graph) -> Iterator[None]:
-    """Makes ``graph`` the default, and allows additions although a session has finalized it."""
+    """Makes ``graph`` the default graph and allows new operations inside of the context, even if it is finalized."""
     finished = graph.finalized
     if finished:
         graph._unsafe_unfinalize()
@@ -309,5 +349,10 @@ def unfreeze_graph(graph: tf.Graph) -> Iterator[None]:
 
 
 def _make_refusal(key: str, tensor: tf.Tensor, why: str, action: str) -> ProgramError:
-    given = f"a mark by epl.GraphKeys.{key.upper()}"
-    return ProgramError(why, op=tensor.name, given=given, expected="the values of replicas", action=action)
+    return ProgramError(
+        why,
+        op=tensor.name,
+        given=f"a tensor in the collection epl.GraphKeys.{key.upper()}",
+        expected="a tensor that can be merged over replicas",
+        action=action,
+    )

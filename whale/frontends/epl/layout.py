@@ -1,4 +1,6 @@
-"""Derives scopes, the ranks that provide batches, and micro-batches from a script's task graphs."""
+"""Decides on which ranks an EPL script's task graphs run, which ranks read batches, and how many micro-batches there
+are.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +13,12 @@ from whale.runtime.context import BatchReaders
 
 @dataclass(frozen=True)
 class AnnotatedGraph:
-    """A task graph as a script has annotated it.
+    """Describes a task graph as the script has annotated it.
 
     Attributes:
-      kind: replicate or split.
-      count: devices of one replica of it; None: the script does not say.
-      inside: the number of the task graph around it; None: it is in none.
+      kind: "replicate" or "split".
+      count: number of devices of one replica; None if the script does not say.
+      inside: index of the task graph around it; None if there is none.
     """
 
     kind: str
@@ -26,14 +28,14 @@ class AnnotatedGraph:
 
 @dataclass(frozen=True)
 class Layout:
-    """The joint layout of a graph's task graphs.
+    """Describes how all task graphs of a graph are placed on ranks.
 
     Attributes:
-      batches: which ranks provide batches, and how many of them a run takes.
-      replicas: copies of the whole model, whose batches make the global one.
-      accumulated: number of runs whose gradients are applied in one update.
-      stages: task graphs that have ranks of their own.
-      paths: for each task graph, the scope in which Whale plans it.
+      batches: which ranks read batches, and how many batches each reads per run.
+      replicas: number of copies of the whole model; each has its own part of the global batch.
+      accumulated: number of runs whose gradients are accumulated before one update.
+      stages: number of task graphs that have ranks of their own; 1 if all share the same ranks.
+      paths: for each task graph, the path of the scope in which Whale plans it, such as ``stage_0/split_1``.
       ranks: for each task graph, the ranks of each replica.
     """
 
@@ -52,15 +54,18 @@ def make_layout(
     micro_batches: int,
     slices: Sequence[Sequence[Sequence[int]]] = (),
 ) -> Layout:
-    """Returns the layout of task graphs, which are in the order in which they were opened.
+    """Returns the layout of task graphs, which are given in the order in which the script opened them.
+
+    If several task graphs have devices of their own they become pipeline stages, otherwise all share the same ranks.
 
     Args:
       size: number of ranks.
-      colocate: all task graphs are on the same ranks.
-      slices: for each task graph, the ranks of each replica, as the script says; empty: it does not.
+      colocate: True to place all task graphs on the same ranks.
+      micro_batches: number of micro-batches per update.
+      slices: for each task graph, the ranks of each replica, if the script gives them; empty otherwise.
 
     Raises:
-      PlanError: the ranks cannot be divided so.
+      PlanError: the number of ranks does not fit the task graphs' numbers of devices.
     """
     outer = {k: g for k, g in enumerate(graphs) if g.inside is None}
     apart = [k for k, g in outer.items() if g.kind == "replicate" or g.count is not None]
@@ -69,17 +74,17 @@ def make_layout(
     vague = [k for k in outer if k not in apart]
     if vague:
         raise PlanError(
-            "a split without device_count is beside task graphs that have devices of their own",
-            given=f"task graph {vague[0]}: epl.split() among {len(outer)} task graphs",
-            expected="a device_count, or all task graphs on the same devices",
-            action='give the split a device_count, or set "cluster.colocate_split_and_replicate" to True',
+            "an epl.split() without device_count cannot be combined with task graphs that have their own devices",
+            given=f"epl.split() as task graph {vague[0]} of {len(outer)}",
+            expected="epl.split(device_count), or all task graphs on the same devices",
+            action='pass device_count to epl.split, or set "cluster.colocate_split_and_replicate" to True',
         )
     if slices and len(slices) < len(apart):
         raise PlanError(
             "the cluster has fewer slices than the script has task graphs",
             given=f"{len(slices)} slices, {len(apart)} task graphs",
             expected="a slice for each task graph",
-            action="correct the layout of the cluster",
+            action="add slices to the layout that is passed to epl.Cluster",
         )
     ranks = _list_given_ranks(apart, slices) if slices else _list_ranks_in_order(apart, graphs, size)
     replicas = len(next(iter(ranks.values())))
@@ -96,8 +101,12 @@ def make_layout(
 
 
 def make_planned_layout(size: int, stages: int, micro_batches: int) -> Layout:
-    """Returns the layout for a script whose stages `auto_parallel` chooses: as with stages, a run takes all
-    micro-batches.
+    """Returns the layout for a script with ``auto.auto_parallel``, whose stages Whale's planner chooses.
+
+    Args:
+      size: number of ranks.
+      stages: number of stages that the script asks for; values below 1: 1.
+      micro_batches: number of micro-batches per run.
     """
     readers = tuple(range(0, size, max(1, stages)))
     return Layout(BatchReaders(readers, micro_batches, whole=True), len(readers))
@@ -112,7 +121,10 @@ def _list_given_ranks(
 def _list_ranks_in_order(
     apart: Sequence[int], graphs: Sequence[AnnotatedGraph], size: int
 ) -> dict[int, tuple[tuple[int, ...], ...]]:
-    """Returns the ranks of each task graph: consecutive ranks are one replica, in which each task graph has its own."""
+    """Returns the ranks of each replica of each task graph, with consecutive ranks for one replica of the model.
+
+    E.g. task graphs of 1 and 2 devices on 6 ranks: ``{0: ((0,), (3,)), 1: ((1, 2), (4, 5))}``.
+    """
     counts = [graphs[k].count or 1 for k in apart]
     if size == 1:
         return dict.fromkeys(apart, ((0,),))
@@ -121,8 +133,8 @@ def _list_ranks_in_order(
             "the ranks cannot be divided among replicas of the model",
             given=f"{size} ranks; one replica takes {' + '.join(map(str, counts))}",
             expected=f"a multiple of {sum(counts)} ranks",
-            action='start another number of ranks, or put task graphs on the same ones with '
-            '"cluster.colocate_split_and_replicate"',
+            action='start another number of ranks, or set "cluster.colocate_split_and_replicate" to True, which '
+            'puts all task graphs on the same ranks',
         )  # fmt: skip
     found: dict[int, list[tuple[int, ...]]] = {k: [] for k in apart}
     place = 0
@@ -134,7 +146,9 @@ def _list_ranks_in_order(
 
 
 def _make_joint_layout(graphs: Sequence[AnnotatedGraph], size: int, micro_batches: int) -> Layout:
-    """Returns the layout with all task graphs on all ranks: batches are divided, and under ``split`` tensors are."""
+    """Returns the layout with all task graphs on all ranks: the batch is divided, and under ``epl.split``
+    tensors are.
+    """
     copies = [g.count or 1 for g in graphs if g.kind == "replicate" and g.inside is None]
     per_replica = max(copies, default=size if graphs else 1)
     if size > 1 and size % per_replica:
@@ -146,7 +160,7 @@ def _make_joint_layout(graphs: Sequence[AnnotatedGraph], size: int, micro_batche
         )
     per_replica = min(per_replica, size)
     readers = tuple(range(0, size, per_replica))
-    at_once = len([g for g in graphs if g.inside is None]) > 1  # one task graph adds up over runs of the session
+    at_once = len([g for g in graphs if g.inside is None]) > 1  # one task graph accumulates gradients over runs
     turns = micro_batches if at_once else 1
     prefix = f"pipeline_0(micro_batches={turns})" if turns > 1 else ""
     paths = {}

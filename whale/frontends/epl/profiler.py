@@ -1,4 +1,4 @@
-"""Implements ``epl.profiler``: hooks that report the cost of runs."""
+"""Implements ``epl.profiler``: session hooks that log floating-point operations and memory of runs."""
 
 from __future__ import annotations
 
@@ -16,25 +16,28 @@ _KINDS = ("scope", "op", "graph")
 
 
 class FlopsProfilerHook(tf.compat.v1.train.SessionRunHook):  # type: ignore[misc]
-    """A hook that writes once, on the first rank, the floating-point operations that TensorFlow registers for a graph.
+    """Logs the floating-point operations of the graph, after the first run and on rank 0.
+
+    Counts are TensorFlow's own registered "flops" statistics; ops without one count as 0.
 
     Args:
-      cmds: "graph": the whole; "op": by type of operation; "scope": by the first part of their names; or several.
+      cmds: how counts are summed: "graph", over the whole graph; "op", by op type; "scope", by the first part of the
+        operations' names. May be a list of these.
     """
 
     def __init__(self, cmds: str | Sequence[str] = "scope") -> None:
         self.cmds = [cmds] if isinstance(cmds, str) else list(cmds)
         if unknown := [c for c in self.cmds if c not in _KINDS]:
             raise ProgramError(
-                "operations cannot be counted in this way",
-                given=unknown[0],
-                expected=", ".join(_KINDS),
+                "FlopsProfilerHook cannot sum floating-point operations in this way",
+                given=f"cmds={unknown[0]!r}",
+                expected=f"{', '.join(_KINDS)}, or a list of these",
                 action="correct cmds",
             )
         self.done = False
 
     def after_run(self, run_context: Any, run_values: Any) -> None:
-        """Writes the counts of floating-point operations after the first run."""
+        """Logs the counts after the first run, and does nothing after later ones."""
         if self.done:
             return
         self.done = True
@@ -51,9 +54,9 @@ class FlopsProfilerHook(tf.compat.v1.train.SessionRunHook):  # type: ignore[misc
 
 
 def flops(graph: tf.Graph) -> dict[str, tuple[str, int]]:
-    """Returns, by name of operation, its type and the floating-point operations of one run that TensorFlow registers.
+    """Returns (op type, floating-point operations per run) by operation name, as far as TensorFlow has statistics.
 
-    Those whose shapes the graph leaves open are not counted.
+    Operations with shapes that are not fully known are left out.
     """
     from tensorflow.python.framework import ops
 
@@ -69,14 +72,14 @@ def flops(graph: tf.Graph) -> dict[str, tuple[str, int]]:
 
 
 class MemoryProfilerHook(tf.compat.v1.train.SessionRunHook):  # type: ignore[misc]
-    """A hook that traces some runs of this rank, and writes what TensorFlow says of them.
+    """Traces some runs of a session, and logs on rank 0 the peak memory of each device.
 
     Args:
-      save_steps: every so many runs.
-      max_steps: up to this one.
-      output_dir: where ``run_metadata_<run>.bin`` are written on the first rank, with ``dump_metadata``.
-      visualize: taken for the library's sake; there are no pictures.
-      dump_metadata: whether the metadata is written.
+      save_steps: every how many runs a run is traced.
+      max_steps: number of the last run that may be traced.
+      output_dir: folder for the files ``run_metadata_<run>.bin``, if ``dump_metadata`` is set.
+      visualize: ignored, only accepted because EPL has it.
+      dump_metadata: whether to write each traced run's RunMetadata to a file.
     """
 
     def __init__(
@@ -89,17 +92,17 @@ class MemoryProfilerHook(tf.compat.v1.train.SessionRunHook):  # type: ignore[mis
     ) -> None:
         if save_steps > max_steps:
             raise ProgramError(
-                "no run would be traced",
+                "MemoryProfilerHook would trace no run",
                 given=f"save_steps={save_steps}, max_steps={max_steps}",
-                expected="save_steps of at most max_steps",
-                action="correct them",
+                expected="save_steps <= max_steps",
+                action="lower save_steps or raise max_steps",
             )
         self.save_steps, self.max_steps = save_steps, max_steps
         self.output_dir, self.dump_metadata = output_dir, dump_metadata
         self._runs = 0
 
     def before_run(self, run_context: Any) -> Any:
-        """Asks for a trace of each run that is to be written."""
+        """Returns run arguments that ask for a full trace, if this run is to be traced."""
         self._runs += 1
         if self._runs > self.max_steps or self._runs % self.save_steps:
             return None
@@ -107,7 +110,7 @@ class MemoryProfilerHook(tf.compat.v1.train.SessionRunHook):  # type: ignore[mis
         return tf.compat.v1.train.SessionRunArgs([], options=options)
 
     def after_run(self, run_context: Any, run_values: Any) -> None:
-        """Writes the trace."""
+        """Logs the peak memory of a traced run, and writes its metadata if asked to."""
         if self._runs > self.max_steps or self._runs % self.save_steps:
             return
         if require_current("MemoryProfilerHook").rank:
@@ -119,11 +122,17 @@ class MemoryProfilerHook(tf.compat.v1.train.SessionRunHook):  # type: ignore[mis
 
 
 def profile_memory(run_metadata: Any, prefix_name: str = "", visualize: bool = True) -> dict[str, int]:
-    """Returns the peak bytes that each device had allocated in a traced run, and prints them to standard error."""
+    """Returns the peak bytes that a traced run allocated on each device, and logs them.
+
+    Args:
+      run_metadata: the RunMetadata of a run with ``FULL_TRACE``.
+      prefix_name: text at the start of each logged line.
+      visualize: ignored.
+    """
     found: dict[str, int] = {}
     for device in run_metadata.step_stats.dev_stats:
         peaks = [m.peak_bytes for node in device.node_stats for m in node.memory]
         if peaks and max(peaks):
             found[device.device] = max(peaks)
-            log.info(f"{prefix_name}{device.device}: {max(peaks)} bytes at most")
+            log.info(f"{prefix_name}{device.device}: peak memory {max(peaks)} bytes")
     return found

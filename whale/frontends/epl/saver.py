@@ -1,4 +1,6 @@
-"""Implements ``epl.runtime.saver``: initialises variables from a checkpoint, under other names or as slices."""
+"""Implements ``epl.runtime.saver``, which initialises variables from a checkpoint with other names or larger
+tensors.
+"""
 
 from __future__ import annotations
 
@@ -14,19 +16,19 @@ from whale.runtime.context import require_current
 
 
 class MemoryEfficientBuilder(BulkSaverBuilder):  # type: ignore[misc]
-    """A dummy builder for ``tf.train.Saver(builder=...)``: Whale's sessions write shards in parallel with any
-    builder.
+    """Stands in for EPL's builder in ``tf.train.Saver(builder=...)``; Whale's sessions save shards in parallel
+    anyway.
     """
 
 
 class ShardingLoader:
-    """Initialises variables with values from a checkpoint.
+    """Sets the initializers of variables to read their values from a checkpoint.
 
     Args:
-      ckpt_file: prefix of the checkpoint's files; None: ``restore`` does nothing, and logs that.
-      var_list: variables; None: all that are saved.
-      assign_map: name of a variable -> its name in the checkpoint; other variables have the same name there.
-      sharding_info: name in the checkpoint -> {"begin": [...], "size": [...]}: the slice of it that a variable takes.
+      ckpt_file: prefix of the checkpoint's files; None: ``restore`` only logs a warning.
+      var_list: the variables; None: all saveable variables of the graph.
+      assign_map: name of a variable -> its name in the checkpoint, for variables whose names differ.
+      sharding_info: name in the checkpoint -> ``{"begin": [...], "size": [...]}``: the slice that the variable gets.
     """
 
     def __init__(
@@ -42,10 +44,10 @@ class ShardingLoader:
         self.sharding_info = dict(sharding_info or {})
 
     def restore(self) -> None:
-        """Replaces the variables' initializers; to be called before they run."""
+        """Replaces the variables' initializers; must be called before the script runs the initializers."""
         if self.ckpt_file is None:
             if require_current("ShardingLoader.restore()").rank == 0:
-                log.warning("ShardingLoader has no checkpoint, so variables begin as they are made")
+                log.warning("ShardingLoader(ckpt_file=None) restores nothing: variables keep their own initial values")
             return
         read: dict[str, tf.Tensor] = {}
         for variable in self.var_list:

@@ -1,4 +1,4 @@
-"""Implements ``epl.init``: starts the run of a script of the library."""
+"""Implements ``epl.init`` and the rules by which a session runs the graphs of an EPL script."""
 
 from __future__ import annotations
 
@@ -33,30 +33,32 @@ VERSION = "0.6.0"  # of the library whose names these are
 
 
 class WrongStartError(ProgramError, RuntimeError):
-    """The error of ``epl.init`` where it is not possible; scripts for the library expect a RuntimeError."""
+    """Raised by ``epl.init`` if eager execution is on. It is also a RuntimeError, which EPL raises and scripts may
+    catch.
+    """
 
 
 def switch_to_resources() -> None:
-    """Enables resource variables and control flow v2, which can be distributed, for graphs built from now on."""
+    """Turns on resource variables and control flow v2, since Whale cannot distribute their predecessors."""
     tf.compat.v1.enable_resource_variables()
     tf.compat.v1.enable_control_flow_v2()
 
 
 def init(config: Config | None = None) -> None:
-    """Starts the library; every rank calls it once before the model is built, and may call it again.
+    """Starts EPL on Whale; every rank calls it before it builds the model.
 
-    A second call forgets task graphs, collections and configuration of the first; ranks stay connected.
+    A second call forgets the task graphs, collections and configuration of the first one; ranks stay connected.
 
     Args:
-      config: an ``epl.Config``.
+      config: the settings; None: the defaults.
 
     Raises:
-      ConfigError: ``config`` is something else, or what it sets cannot be had.
+      ConfigError: ``config`` is not an ``epl.Config``, or a setting cannot be honoured.
       ProgramError: eager execution is on.
     """
     if config is not None and not isinstance(config, Config):
         raise ConfigError(
-            "the argument is not a configuration",
+            "the argument of epl.init() is not a configuration",
             given=repr(config),
             expected="an epl.Config",
             action="pass epl.Config({...})",
@@ -64,8 +66,8 @@ def init(config: Config | None = None) -> None:
     if tf.executing_eagerly():
         raise WrongStartError(
             "scripts of the Easy Parallel Library build graphs, and eager execution is on",
-            given="tf.executing_eagerly()",
-            expected="graphs of TensorFlow 1",
+            given="epl.init() with eager execution",
+            expected="epl.init() with eager execution off, so that the script builds a TensorFlow 1 graph",
             action="call tf.compat.v1.disable_eager_execution() at the start, or write the step as a wh.function",
         )
     config = config or Config()
@@ -81,7 +83,7 @@ def init(config: Config | None = None) -> None:
     context.planning.meaning = _EplSemantics()
     if context.seeds is not None:
         context.seeds.leave_draws_to_ranks()
-    # Task graphs come to lie apart or split; that is known when they are all there.
+    # Task graphs may become stages or splits, which is known only after all of them are built: assume that they do.
     context.scoping.dividing_scope_seen = True
     env.is_ready = True
     env.cluster = Cluster(layout="all" if config.cluster.colocate_split_and_replicate else "auto")
@@ -89,13 +91,13 @@ def init(config: Config | None = None) -> None:
 
 
 def set_default_strategy(strategy: Any) -> None:
-    """Starts a new task graph for all code outside of other scopes from here on.
+    """Starts a new task graph for all code that is built from here on outside of ``epl.replicate`` and ``epl.split``.
 
     Args:
       strategy: ``epl.replicate(...)``.
 
     Raises:
-      PlanError: another strategy, or ``auto.auto_parallel``.
+      PlanError: another strategy, or ``auto.auto_parallel`` is set.
     """
     require_current("epl.set_default_strategy()")
     Graph.get(may_create=True).set_default_strategy(strategy)
@@ -109,11 +111,11 @@ def _tell(config: Config) -> None:
     }
     for name, is_set in ignored.items():
         if is_set and context.rank == 0:
-            log.warning(f"{name} has no effect")
+            log.warning(f"the setting {name} of epl.Config has no effect in Whale")
 
 
 class _EplSemantics:
-    """The library's semantics of graphs; see ``whale.runtime.context.GraphSemantics``."""
+    """Implements ``whale.runtime.context.GraphSemantics`` for EPL: who reads batches, scopes, and merged fetches."""
 
     def find_batch_readers(self, graph: tf.Graph) -> BatchReaders:
         return Env.get().find_graph(graph).layout.batches
@@ -123,7 +125,8 @@ class _EplSemantics:
         paths = mine.layout.paths
         after = _find_after_gradients(program, mine.differentiated)
         if "(ranks=" in "".join(paths.values()):
-            # A run that has something of some stages only, such as one of initializers, is every rank's.
+            # A run that touches only some of the stages, e.g. one that initialises variables, has no stages: all ranks
+            # do all of it.
             marks = {n.scope for n in program.nodes if n.op not in ("VarHandleOp", "Const")}
             if not {f"{PREFIX}{k}" for k in paths} <= {mark.rpartition("/")[2] for mark in marks}:
                 paths = {}
@@ -150,7 +153,9 @@ class _EplSemantics:
         return mine.merged.get(fetch.name, fetch)
 
     def _divide_files(self, mine: Graph, graph: tf.Graph) -> None:
-        """Divides the files of the graph's datasets, before anything of it runs."""
+        """Divides the files of the graph's datasets over the replicas, if ``io.slicing`` is set; before the
+        first run.
+        """
         io = Env.get().config.io
         readers = mine.layout.batches.readers
         if not io.slicing or mine.sliced or len(readers) < 2:
@@ -162,7 +167,11 @@ class _EplSemantics:
 
 
 def _find_after_gradients(program: Program, differentiated: set[str]) -> set[str]:
-    """Returns names of nodes computed from gradients: clipping and updates belong to no task graph."""
+    """Returns the names of nodes that depend on gradients, such as clipping and updates, which belong to no task graph.
+
+    Args:
+      differentiated: names of the nodes that output gradients.
+    """
     found: set[str] = set()
     for node in program.nodes:
         if node.name not in differentiated and any(r.node in found or r.node in differentiated for r in node.inputs):
@@ -171,8 +180,11 @@ def _find_after_gradients(program: Program, differentiated: set[str]) -> set[str
 
 
 def patch_iterators() -> None:
-    """Patches iterators to yield an unknown dimension 0 in graphs of the library's scripts, whatever shape is
-    declared.
+    """Makes dimension 0 of what iterators yield unknown in EPL scripts' graphs, whatever datasets or ``set_shape``
+    declare.
+
+    Scripts declare a replica's batch size, but the graph computes with the rows of all replicas. Patches once per
+    process.
     """
     if hasattr(iterator_ops, "_whale_epl"):
         return
@@ -212,17 +224,18 @@ _MAPS = {"FlatMapDataset", "InterleaveDataset", "ParallelInterleaveDataset"} | {
 
 
 def slice_files(graph: tf.Graph, replica: int, replicas: int, drop_last: bool, unbalanced: bool) -> int:
-    """Makes every dataset of ``graph`` that reads a list of files read every ``replicas``-th one, from ``replica`` on.
+    """Makes each dataset of ``graph`` that lists files read every ``replicas``-th file, beginning with file
+    ``replica``.
 
     Args:
-      drop_last: files that cannot be divided evenly are left out.
-      unbalanced: some replicas may have a file more.
+      drop_last: True to leave out the last files if the number of files is not a multiple of ``replicas``.
+      unbalanced: True to allow some replicas one file more than others.
 
     Returns:
-      how many lists were divided.
+      The number of file lists that were divided.
 
     Raises:
-      ProgramError: the files cannot be divided evenly, and neither is allowed.
+      ProgramError: the number of files is no multiple of ``replicas``, or not known, and the options do not allow this.
     """
     found = [op for op in graph.get_operations() if op.type == "TensorSliceDataset" and _is_naming_files(op)]
     for op in found:
@@ -232,9 +245,10 @@ def slice_files(graph: tf.Graph, replica: int, replicas: int, drop_last: bool, u
             raise ProgramError(
                 "files cannot be divided evenly among the replicas",
                 op=op.name,
-                given=f"{'so far unknown' if count is None else count} files, {replicas} replicas",
-                expected="a multiple of the replicas",
-                action="set io.unbalanced_io_slicing, or io.drop_last_files where the files are listed in the script",
+                given=f"{'an unknown number of' if count is None else count} files for {replicas} replicas",
+                expected=f"a multiple of {replicas} files",
+                action="set io.unbalanced_io_slicing; or set io.drop_last_files, for which the number of files has to "
+                "be known when the graph is built",
             )
         kept = {"output_types": [tf.string], "output_shapes": [tf.TensorShape([])]}
         files: Any = op.outputs[0]
@@ -253,7 +267,7 @@ def slice_files(graph: tf.Graph, replica: int, replicas: int, drop_last: bool, u
 
 
 def _is_naming_files(op: tf.Operation) -> bool:
-    """Tells whether a TensorSliceDataset yields file names that a later dataset opens."""
+    """Returns True if a TensorSliceDataset yields file names, which an interleave or flat_map after it opens."""
     if len(op.inputs) != 1 or op.inputs[0].dtype != tf.string or op.inputs[0].shape.rank != 1:
         return False
     functions = {f.signature.name: f for f in op.graph.as_graph_def().library.function}
@@ -267,7 +281,7 @@ def _is_naming_files(op: tf.Operation) -> bool:
 
 
 def _is_opening_files(name: str, functions: Mapping[str, Any]) -> bool:
-    """Tells whether a function, or one that it refers to, opens files."""
+    """Returns True if function ``name``, or one that it refers to, contains a dataset op that opens files."""
     nodes = functions[name].node_def
     inner = {a.func.name for n in nodes for a in n.attr.values() if a.func.name in functions}
     return any(n.op in _READ_OPS for n in nodes) or any(_is_opening_files(other, functions) for other in inner)

@@ -1,4 +1,4 @@
-"""Implements ``epl.replicate`` and ``epl.split``: what is built inside is a task graph."""
+"""Implements ``epl.replicate`` and ``epl.split``; the operations built inside of one such scope form a task graph."""
 
 from __future__ import annotations
 
@@ -13,19 +13,21 @@ from whale.capture.attrs import SCOPE_ATTR
 from whale.errors import PlanError
 from whale.frontends.epl.known import require_env
 
-PREFIX = "epl_"  # of the mark that operations carry: the task graph's number follows
+PREFIX = "epl_"  # operations carry the scope attribute "epl_<number of their task graph>"
 
 
 class WrongScopeError(PlanError, RuntimeError):
-    """The error for invalid nesting of strategies; scripts for the library expect a RuntimeError."""
+    """Raised if strategies are nested in a wrong way. It is also a RuntimeError, which EPL raises and scripts may
+    catch.
+    """
 
 
 class Strategy:
-    """The strategy of a part of a model; a context manager around its code.
+    """Represents how the part of a model that is built inside of ``with strategy:`` is distributed.
 
     Args:
-      device_count: devices for one replica of it.
-      name: what a person calls it.
+      device_count: number of devices of one replica of this part; None: not specified.
+      name: a label for messages.
     """
 
     kind = ""
@@ -33,7 +35,7 @@ class Strategy:
     def __init__(self, device_count: int | None = None, name: str | None = None) -> None:
         if device_count is not None and (not isinstance(device_count, int) or device_count < 1):
             raise PlanError(
-                "a task graph cannot have so many devices",
+                f"epl.{self.kind} cannot have this number of devices",
                 given=f"device_count={device_count!r}",
                 expected="a positive integer, or None",
                 action="correct device_count",
@@ -58,42 +60,47 @@ class Strategy:
 
 
 class Replicate(Strategy):
-    """The strategy that divides the batch: each replica computes rows of its own."""
+    """Represents data parallelism: each replica computes its own rows of the batch."""
 
     kind = "replicate"
 
 
 class Split(Strategy):
-    """The strategy that divides tensors over the devices."""
+    """Represents tensor parallelism: weights and activations are split over the devices."""
 
     kind = "split"
 
 
 def replicate(device_count: int | None = None, name: str | None = None) -> Replicate:
-    """Opens a task graph whose replicas compute rows of the batch: ``with epl.replicate(1):``.
+    """Returns a scope for data parallelism: ``with epl.replicate(1):``.
 
-    With a single one, the batch is divided over all devices. Several are stages of a pipeline, in this order; the whole
-    pipeline is replicated as often as the devices allow.
+    If a model has one such scope, the batch is divided over all devices. Several scopes are the stages of a pipeline,
+    in the order in which they are opened, and the whole pipeline is replicated as often as the devices allow.
 
     Args:
-      device_count: devices that share the rows of one replica; None: 1.
-      name: a label for people.
+      device_count: number of devices that share the rows of one replica; None: 1.
+      name: a label for messages.
     """
     return Replicate(device_count, name)
 
 
 def split(device_count: int | None = None, name: str | None = None) -> Split:
-    """Opens a task graph whose tensors are divided over devices: ``with epl.split():``.
+    """Returns a scope for tensor parallelism: ``with epl.split():``.
 
     Args:
-      device_count: how many; None: all.
-      name: a label for people.
+      device_count: number of devices over which tensors are split; None: all.
+      name: a label for messages.
     """
     return Split(device_count, name)
 
 
 class StrategyContext:
-    """The open strategies: ``state``, the innermost last, and the default strategy."""
+    """Holds the strategies that are open at the present point of the script.
+
+    Attributes:
+      state: the open strategies, the innermost last.
+      default_strategy: the strategy of code outside of all scopes; None if the script has set none.
+    """
 
     def __init__(self) -> None:
         self.state: list[Strategy] = []
@@ -102,12 +109,12 @@ class StrategyContext:
 
     @property
     def replicate_strategy(self) -> Strategy | None:
-        """Returns the open replicate strategy."""
+        """Returns the outermost open Replicate, or None."""
         return next((s for s in self.state if isinstance(s, Replicate)), None)
 
     @property
     def split_strategy(self) -> Strategy | None:
-        """Returns the open split strategy."""
+        """Returns the outermost open Split, or None."""
         return next((s for s in self.state if isinstance(s, Split)), None)
 
     def __bool__(self) -> bool:
@@ -115,24 +122,30 @@ class StrategyContext:
 
     @contextmanager
     def enter(self, strategy: Strategy) -> Iterator[None]:
-        """Opens a new task graph; the default strategy is suspended until its end."""
+        """Adds a task graph for ``strategy``, and marks what is built inside of the context as part of it.
+
+        The default strategy does not apply inside of the context.
+
+        Raises:
+          PlanError: the strategies are nested in a wrong way, one is entered twice, or ``auto.auto_parallel`` is set.
+        """
         known = require_env(f"epl.{strategy.kind}()")
         if known.config.auto.auto_parallel:
             raise _make_auto_error(strategy)
         open_now = [s for s in self.state if not s.is_default]
         if open_now and (isinstance(open_now[-1], Split) or isinstance(strategy, Replicate)):
             raise WrongScopeError(
-                "a strategy inside another one",
-                given=f"{strategy!r} in {open_now[-1]!r}",
-                expected="strategies beside each other, or a split in a replicate",
-                action="end the outer scope before",
+                "these strategies cannot be nested",
+                given=f"{strategy!r} inside of {open_now[-1]!r}",
+                expected="scopes one after the other, or epl.split inside of epl.replicate",
+                action="end the outer scope before the inner one begins",
             )
         if any(s is strategy for s in open_now):
             raise WrongScopeError(
-                "a strategy that is entered twice",
+                "a strategy is entered again inside of itself",
                 given=repr(strategy),
-                expected="one scope",
-                action="call epl.replicate or epl.split again",
+                expected="one `with` block per strategy object at a time",
+                action="call epl.replicate() or epl.split() for a new strategy",
             )
         task_graph = known.default_graph.add_task_graph(strategy, open_now[-1] if open_now else None)
         before = list(self.state)
@@ -144,18 +157,18 @@ class StrategyContext:
             self.state[:] = before
 
     def set_default(self, strategy: Any) -> None:
-        """Starts a new task graph with this strategy for code outside of other scopes.
+        """Starts a new task graph with this strategy for code outside of all scopes.
 
         Raises:
-          PlanError: the strategy is not a replicate; or task graphs are chosen automatically.
+          PlanError: the strategy is not ``epl.replicate(...)``, or ``auto.auto_parallel`` is set.
         """
         known = require_env("epl.set_default_strategy()")
         if not isinstance(strategy, Replicate):
             raise PlanError(
-                "code outside of scopes cannot have this strategy",
+                "epl.set_default_strategy does not accept this strategy",
                 given=repr(strategy),
                 expected="epl.replicate(...)",
-                action="enter epl.split where the code is that it is for",
+                action="put the code that is to be split into `with epl.split():`",
             )
         if known.config.auto.auto_parallel:
             raise _make_auto_error(strategy)
@@ -169,7 +182,7 @@ class StrategyContext:
             self._default_scope.__enter__()
 
     def end_default(self) -> None:
-        """Ends the default strategy: operations built from now on have none."""
+        """Ends the default strategy: code outside of all scopes belongs to no task graph from now on."""
         if self._default_scope is not None:
             self._default_scope.__exit__(None, None, None)
             self._default_scope = None
@@ -181,10 +194,14 @@ class StrategyContext:
 
 @contextmanager
 def mark_graph(mark: str | None) -> Iterator[None]:
-    """Marks operations built inside, in the default graph, as part of a task graph; None: of none."""
+    """Marks operations built inside of the context, in the default graph, as part of a task graph.
+
+    Args:
+      mark: ``epl_<number of the task graph>``; None: the operations belong to no task graph.
+    """
     graph = tf.compat.v1.get_default_graph()
     value = None if mark is None else attr_value_pb2.AttrValue(s=mark.encode())
-    # TensorFlow takes away only what is there.
+    # TensorFlow fails if an attribute is to be removed that is not set.
     changes = {SCOPE_ATTR: value} if value is not None or SCOPE_ATTR in graph._attr_scope_map else {}
     with graph._attr_scope(changes):
         yield
@@ -192,8 +209,8 @@ def mark_graph(mark: str | None) -> Iterator[None]:
 
 def _make_auto_error(strategy: Strategy) -> PlanError:
     return PlanError(
-        "the script has a task graph, although task graphs are chosen automatically",
-        given=f"auto.auto_parallel with {strategy!r}",
+        "auto.auto_parallel cannot be combined with epl.replicate and epl.split",
+        given=f"auto.auto_parallel=True and {strategy!r}",
         expected="one of the two",
-        action="leave auto.auto_parallel out, or the strategies",
+        action="remove the setting auto.auto_parallel, or all epl.replicate and epl.split scopes",
     )

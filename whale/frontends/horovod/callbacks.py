@@ -1,4 +1,4 @@
-"""Implements Horovod's callbacks for ``fit``, for each installed Keras."""
+"""Implements Horovod's Keras callbacks, for Keras 2 (tf.keras) and Keras 3."""
 
 from __future__ import annotations
 
@@ -26,7 +26,11 @@ NAMES = (
 
 @functools.cache
 def callback_classes(keras: str) -> dict[str, Any]:
-    """Returns the callback classes by name, derived from ``Callback`` of the Keras module ``keras``."""
+    """Returns Horovod's callback classes by name, as subclasses of ``Callback`` of one Keras module.
+
+    Args:
+      keras: name of the module: "keras", "tf_keras" or "tensorflow.keras".
+    """
     module = find_keras(keras)
     base = module.callbacks.Callback
     schedule = type("LearningRateScheduleCallback", (_ScheduleCallback, base), {})
@@ -39,12 +43,15 @@ def callback_classes(keras: str) -> dict[str, Any]:
 
 
 def find_keras(name: str) -> Any:
-    """Returns the module of a name: ``keras``, or the one behind ``tf.keras``."""
+    """Returns the Keras module of the name ``keras``, ``tf_keras`` or ``tensorflow.keras``."""
     return tf.keras if name == "tensorflow.keras" else importlib.import_module(name)
 
 
 class _BroadcastCallback:
-    """Broadcasts the root's model and optimizer variables after the first batch, when all of them exist."""
+    """Broadcasts the model's and optimizer's variables from the root rank, after the first batch.
+
+    Only then do all variables exist.
+    """
 
     model: Any
 
@@ -55,11 +62,11 @@ class _BroadcastCallback:
         self._local: set[int] = set()
 
     def register_local_var(self, variable: Any) -> None:
-        """Excludes a variable from the broadcast."""
+        """Excludes a variable from the broadcast, so that each rank keeps its own value."""
         self._local.add(id(variable))
 
     def on_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Broadcasts, once."""
+        """Broadcasts the variables after the first batch, and does nothing after later ones."""
         if self._done:
             return
         self._done = True
@@ -73,39 +80,46 @@ class _BroadcastCallback:
 
 
 class _MetricAverageCallback:
-    """Averages metrics over the ranks at the end of an epoch, for the callbacks behind it."""
+    """Averages the metrics of an epoch over the ranks, so that callbacks after this one in the list see the
+    averages.
+    """
 
     def __init__(self, device: str = "") -> None:
         super().__init__()
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Averages the metrics in place."""
+        """Replaces the metrics in ``logs`` by their averages over the ranks; collective.
+
+        Raises:
+          ProgramError: the ranks have metrics of different names.
+        """
         logs = {} if logs is None else logs
         own = {name: float(np.asarray(value)) for name, value in logs.items()}
         said = allgather_object(own, name="MetricAverageCallback")
         for number, other in enumerate(said):
             if set(other) != set(said[0]):
                 raise ProgramError(
-                    "the ranks have different metrics, of which there is no average",
+                    "MetricAverageCallback cannot average metrics that only some ranks have",
                     given=f"rank 0 has {sorted(said[0])}, rank {number} has {sorted(other)}",
-                    expected="the same on every rank",
-                    action="give every rank the same metrics and validation data, and put this callback before those "
-                    "that only some ranks have",
+                    expected="the same names of metrics on every rank",
+                    action="use the same metrics on every rank, and validation data on all or on none; put "
+                    "MetricAverageCallback before callbacks that only some ranks have",
                 )
         for name in own:
             logs[name] = sum(other[name] for other in said) / len(said)
 
 
 class _ScheduleCallback:
-    """A callback that multiplies the first learning rate by a function of the epoch.
+    """Sets the learning rate to ``initial_lr * multiplier(epoch)``.
 
     Args:
-      initial_lr: the rate that is multiplied.
-      multiplier: a function of the epoch, or the base of an exponential decay.
-      start_epoch, end_epoch: where this schedule holds; the end is not part of it.
-      staircase: once an epoch, and not at each batch, with fractions of epochs.
-      momentum_correction: scale momentum with the rate, for the batch at which it changes.
-      steps_per_epoch: for fractions of epochs, where ``fit`` does not know it.
+      initial_lr: the learning rate that is multiplied.
+      multiplier: a function of the epoch; or a number b, which stands for ``b ** (epoch - start_epoch)``.
+      start_epoch: first epoch in which the schedule applies.
+      end_epoch: first epoch in which it no longer applies; None: it applies to the end.
+      staircase: True to set the rate once per epoch. False to set it before each batch, with fractions of epochs.
+      momentum_correction: whether to scale the momentum by new rate / old rate for the batch at which the rate changes.
+      steps_per_epoch: number of batches per epoch, to compute fractions of epochs if ``fit`` does not know it.
     """
 
     model: Any
@@ -134,23 +148,27 @@ class _ScheduleCallback:
             self.multiplier = lambda epoch: decay ** (epoch - start_epoch)
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Determines the number of steps of an epoch, if needed."""
+        """Finds out the number of batches per epoch, if the rate is set before each batch.
+
+        Raises:
+          ProgramError: neither this callback nor ``fit`` knows the number.
+        """
         if not self.staircase and not self.steps_per_epoch:
             self.steps_per_epoch = self.params.get("steps")
             if not self.steps_per_epoch:
                 raise ProgramError(
-                    "how far an epoch has come is not known",
-                    given=f"{type(self).__name__}() and data without a length",
-                    expected="steps_per_epoch",
+                    f"{type(self).__name__} does not know the number of batches of an epoch",
+                    given=f"{type(self).__name__}() without steps_per_epoch, and data of unknown length",
+                    expected="steps_per_epoch, or data of known length",
                     action=f"pass steps_per_epoch to {type(self).__name__} or to fit",
                 )
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """Records the epoch."""
+        """Records the number of the epoch."""
         self.current_epoch = epoch
 
     def on_batch_begin(self, batch: int, logs: Any = None) -> None:
-        """Sets the learning rate."""
+        """Sets the learning rate for the batch."""
         epoch = self.current_epoch
         if epoch < self.start_epoch or (self.end_epoch is not None and epoch >= self.end_epoch):
             return
@@ -160,13 +178,13 @@ class _ScheduleCallback:
             self._adjust(epoch)
 
     def on_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Restores the momentum that was changed for one batch."""
+        """Restores the momentum that was scaled for one batch."""
         if self._momentum is not None:
             self.model.optimizer.momentum = self._momentum
             self._momentum = None
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Adds the learning rate to the logs."""
+        """Adds the learning rate to the logs, as "lr"."""
         if logs is not None:
             logs["lr"] = _read_rate(self.model.optimizer)
 
@@ -181,8 +199,8 @@ class _ScheduleCallback:
             if momentum and not self._warned:
                 self._warned = True
                 warnings.warn(
-                    f"{type(optimizer).__name__} has its momentum as a constant of the compiled step, so it is not "
-                    "corrected when the learning rate changes; momentum_correction=False says that this is meant",
+                    f"the momentum of {type(optimizer).__name__} is a constant of the compiled step, so it cannot be "
+                    "corrected when the learning rate changes; pass momentum_correction=False to avoid this warning",
                     stacklevel=2,
                 )
             return
@@ -191,12 +209,14 @@ class _ScheduleCallback:
 
 
 class _WarmupCallback(_ScheduleCallback):
-    """A callback that grows the learning rate from ``initial_lr / size`` to ``initial_lr``, evenly over some epochs.
+    """Raises the learning rate from ``initial_lr / size`` to ``initial_lr``, linearly over some epochs.
 
     Args:
-      initial_lr: the rate at the end.
-      warmup_epochs: how many epochs it takes.
-      verbose: whether rank 0 says when it is done.
+      initial_lr: the learning rate after the warmup.
+      warmup_epochs: number of epochs of the warmup.
+      momentum_correction: see ``_ScheduleCallback``.
+      steps_per_epoch: number of batches per epoch, if ``fit`` does not know it.
+      verbose: non-zero to print a line on rank 0 when the warmup ends.
     """
 
     def __init__(
@@ -208,7 +228,7 @@ class _WarmupCallback(_ScheduleCallback):
         verbose: int = 0,
     ) -> None:
         def multiplier(epoch: float) -> float:
-            # The last batch of an epoch has its whole number.
+            # At the last batch of an epoch, the number of epochs done is a whole number.
             done = (epoch + 1.0 / (self.steps_per_epoch or 1)) / warmup_epochs
             return (1.0 + done * (size() - 1)) / size()
 
@@ -216,7 +236,7 @@ class _WarmupCallback(_ScheduleCallback):
         self.verbose = verbose
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Adds the learning rate to the logs, and announces the end of the warmup."""
+        """Adds the learning rate to the logs, and prints a line after the last epoch of the warmup."""
         super().on_epoch_end(epoch, logs)
         if self.verbose and epoch == (self.end_epoch or 0) - 1 and rank() == 0:
             rate = _read_rate(self.model.optimizer)
@@ -227,9 +247,9 @@ def _read_rate(optimizer: Any) -> float:
     rate = optimizer.learning_rate
     if callable(rate) and not hasattr(rate, "assign"):
         raise ProgramError(
-            "the optimizer has a schedule of its own",
+            "a learning rate callback cannot be used with an optimizer that has a learning rate schedule",
             given=f"learning_rate={type(rate).__name__}",
-            expected="a number",
-            action="use either the schedule or the callback",
+            expected="a number as learning_rate",
+            action="pass a number to the optimizer, or remove the callback",
         )
     return float(np.asarray(rate))

@@ -1,4 +1,4 @@
-"""Averages gradients over the ranks: ``hvd.DistributedGradientTape``, and the gradients of distributed optimizers."""
+"""Averages gradients over the ranks, for ``hvd.DistributedGradientTape`` and for distributed optimizers."""
 
 from __future__ import annotations
 
@@ -17,13 +17,17 @@ from whale.frontends.horovod.sums import grouped_allreduce, reduce_in_buckets
 
 @dataclass
 class Averaging:
-    """The reduction of gradients over the ranks.
+    """Reduces gradients over the ranks; an instance is called with this rank's gradients and returns the reduced ones.
 
     Attributes:
-      predivide: with ``Average``, the part of the division that comes before the sum.
-      groups: variables whose gradients are fused, or the number of such groups; None: by bytes.
-      local: ``_id`` of variables whose gradients stay a rank's own; divided by the number of ranks if
-        ``scale_local``.
+      name: prefix of the keys by which ranks match their exchanges.
+      op: ``Average`` or ``Sum``.
+      compression: a class of ``hvd.Compression``: the dtype in which gradients are sent.
+      sparse_as_dense: whether to convert tf.IndexedSlices to tensors first.
+      predivide: with ``Average``, the factor by which gradients are divided before the sum; the rest follows after.
+      groups: lists of variables whose gradients are sent together, or a number of such groups; None: buckets by bytes.
+      scale_local: whether to divide gradients of ``local`` variables by the number of ranks.
+      local: ids (``find_variable_id``) of variables whose gradients are not reduced.
     """
 
     name: str
@@ -36,7 +40,7 @@ class Averaging:
     local: set[int] = field(default_factory=set)
 
     def __call__(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
-        """Returns the reduced gradients of all ranks, in the variables' order; None stays None."""
+        """Returns the reduced gradients, in the order of ``variables``; a gradient of None stays None."""
         found = [
             tf.convert_to_tensor(g) if self.sparse_as_dense and isinstance(g, tf.IndexedSlices) else g
             for g in gradients
@@ -95,27 +99,27 @@ def make_averaging(
     process_set: Any,
     scale_local_gradients: bool,
 ) -> Averaging:
-    """Translates the arguments of Horovod's wrappers.
+    """Checks the arguments of Horovod's wrappers, and returns the Averaging that they describe.
 
     Raises:
-      ProgramError: they contradict each other, or are not supported.
+      ProgramError: the arguments contradict each other, or are not supported.
     """
     refuse_other_set(process_set, name)
     found = find_reduction(op, None, (Average, Sum))
     groups = num_groups if groups is None else groups
     if gradient_predivide_factor != 1.0 and found is not Average:
         raise ProgramError(
-            "gradient_predivide_factor needs an average: a sum is not divided",
+            "gradient_predivide_factor needs op=hvd.Average: a sum is not divided",
             given=f"gradient_predivide_factor={gradient_predivide_factor} with op={found.name}",
             expected="op=hvd.Average",
             action="remove gradient_predivide_factor",
         )
     if groups is not None and not (isinstance(groups, list) or (isinstance(groups, int) and groups >= 0)):
         raise ProgramError(
-            "the argument does not describe groups of gradients",
+            f"{name} does not accept these groups of gradients",
             given=f"groups={groups!r}",
-            expected="a number of groups, or a list of lists of variables",
-            action="correct or remove it",
+            expected="num_groups, 0 or more, or groups as a list of lists of variables",
+            action="correct the argument, or leave it out",
         )
     return Averaging(
         name, found, compression, sparse_as_dense, gradient_predivide_factor, groups, scale_local_gradients
@@ -123,7 +127,7 @@ def make_averaging(
 
 
 def find_variable_id(variable: Any) -> int:
-    """Returns a number that identifies a variable; a Keras variable has that of the TensorFlow variable it holds."""
+    """Returns a number that identifies a variable; a Keras variable has the number of the tf.Variable that it wraps."""
     held = variable if isinstance(variable, tf.Variable) else getattr(variable, "value", variable)
     return id(variable if callable(held) else held)
 
@@ -141,19 +145,21 @@ def DistributedGradientTape(
     process_set: Any = None,
     scale_local_gradients: bool = True,
 ) -> tf.GradientTape:
-    """Returns a tape whose ``gradient`` gives the average over all ranks; wrap it before or after it has recorded.
+    """Returns a tape whose ``gradient`` returns gradients averaged over all ranks.
 
     Args:
-      gradtape: it may go on being used, for this rank's own gradients.
-      compression: in which type gradients travel.
-      sparse_as_dense: whether tf.IndexedSlices are made tensors first, which is less where most rows have gradients.
+      gradtape: the tape to wrap, before or after it has recorded. It may still be used for this rank's own gradients.
+      compression: a class of ``hvd.Compression``: the dtype in which gradients are sent.
+      sparse_as_dense: whether to convert tf.IndexedSlices to tensors first; sends less if most rows have gradients.
       op: ``Average`` or ``Sum``.
       gradient_predivide_factor: with ``Average``, by what gradients are divided before they are summed.
-      groups, num_groups: variables whose gradients travel together, as lists or as a number of groups.
-      device_dense, device_sparse: taken for Horovod's sake; they change nothing here.
+      groups, num_groups: variables whose gradients are sent together: lists of variables, or a number of groups.
+      scale_local_gradients: whether gradients of local sources (``register_local_source``), which are not averaged, are
+        divided by the number of ranks.
+      device_dense, device_sparse: ignored, only accepted because Horovod has them.
 
     Raises:
-      ProgramError: arguments that contradict each other or cannot be had.
+      ProgramError: arguments contradict each other, or are not supported.
     """
     average = make_averaging(
         "DistributedGradientTape", op, compression, sparse_as_dense, gradient_predivide_factor, groups, num_groups,
@@ -179,7 +185,11 @@ def DistributedGradientTape(
 def PartialDistributedGradientTape(
     gradtape: tf.GradientTape, *args: Any, local_layers: Any = None, **kwargs: Any
 ) -> tf.GradientTape:
-    """Returns a tape as ``DistributedGradientTape`` does, but with gradients of ``local_layers`` not averaged."""
+    """Returns a tape as ``DistributedGradientTape`` does, which does not average gradients of some layers.
+
+    Args:
+      local_layers: a layer, or a list of layers, whose gradients stay each rank's own.
+    """
     tape = DistributedGradientTape(gradtape, *args, **kwargs)
     layers = [] if local_layers is None else local_layers if isinstance(local_layers, list) else [local_layers]
     for layer in layers:
@@ -189,11 +199,11 @@ def PartialDistributedGradientTape(
 
 
 class Accumulation:
-    """Accumulates the gradients of several backward passes on this rank, before the average over ranks.
+    """Accumulates the gradients of several backward passes on this rank, before they are averaged over the ranks.
 
     Args:
-      passes: how many go into one update.
-      mean: whether to use their mean instead of their sum.
+      passes: number of backward passes per update.
+      mean: True to use the mean of the passes' gradients, False for their sum.
     """
 
     def __init__(self, passes: int, mean: bool) -> None:
@@ -202,10 +212,16 @@ class Accumulation:
         self._count: Any = None
 
     def __call__(self, gradients: Sequence[Any], update: Callable[[list[Any]], Any]) -> Any:
-        """Adds the gradients; every ``passes`` calls, calls ``update`` with their sum or mean.
+        """Adds gradients to the accumulators; every ``passes``-th call passes their sum or mean to ``update``.
+
+        Args:
+          update: takes the accumulated gradients, averages them over the ranks and applies them.
 
         Returns:
-          An operation, for graphs of TensorFlow 1.
+          A bool tensor, True if ``update`` was called; a graph of TensorFlow 1 has to run it.
+
+        Raises:
+          ProgramError: the shape of a gradient is not fully known.
         """
         dense = [None if g is None else tf.convert_to_tensor(g) for g in gradients]
         self._make(dense)
@@ -235,10 +251,10 @@ class Accumulation:
         unknown = next((g for g in gradients if g is not None and not g.shape.is_fully_defined()), None)
         if unknown is not None:
             raise ProgramError(
-                "gradients of unknown shape cannot be added up between updates",
+                "gradients of unknown shape cannot be accumulated over several backward passes",
                 given=f"a gradient of shape {unknown.shape} with backward_passes_per_step={self.passes}",
-                expected="known shapes",
-                action="leave backward_passes_per_step out",
+                expected="gradients of fully known shape",
+                action="leave backward_passes_per_step out, or give the variables fully known shapes",
             )
         with tf.init_scope():
             self._count = tf.Variable(0, trainable=False, dtype=tf.int64, name="backward_passes")

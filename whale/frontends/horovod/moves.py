@@ -1,4 +1,4 @@
-"""Implements exchanges that do not reduce: gather, broadcast, all-to-all."""
+"""Implements Horovod's exchanges that do not reduce: allgather, broadcast and alltoall, with their gradients."""
 
 from __future__ import annotations
 
@@ -15,18 +15,23 @@ from whale.runtime.context import Context
 
 
 def allgather(tensor: Any, name: str | None = None, ignore_name_scope: bool = False, process_set: Any = None) -> Any:
-    """Concatenates the ranks' tensors along dimension 0, of which ranks may hold different sizes.
+    """Concatenates the ranks' tensors along dimension 0, whose size may differ between ranks.
+
+    Args:
+      name: matches this call with the other ranks' calls; None: the order of calls does.
+      ignore_name_scope: ignored.
+      process_set: only the set of all ranks is supported.
 
     Raises:
-      ProgramError: a tensor without dimensions.
+      ProgramError: the tensor is a scalar.
     """
     context = require_context("hvd.allgather()", process_set)
     value = tf.convert_to_tensor(tensor)
     if value.shape.rank == 0:
         raise ProgramError(
-            "tensors are gathered along their first dimension",
-            given="a tensor without dimensions",
-            expected="at least one",
+            "hvd.allgather concatenates along dimension 0, which a scalar does not have",
+            given="a scalar tensor",
+            expected="a tensor with one dimension or more",
             action="pass tf.reshape(tensor, [1])",
         )
 
@@ -46,7 +51,7 @@ def allgather(tensor: Any, name: str | None = None, ignore_name_scope: bool = Fa
 def grouped_allgather(
     tensors_: Sequence[Any], name: str | None = None, ignore_name_scope: bool = False, process_set: Any = None
 ) -> list[Any]:
-    """Gathers several tensors, each as ``allgather`` does."""
+    """Concatenates each of several tensors over the ranks, as ``allgather`` does."""
     names = [f"{name}.{i}" if name else None for i in range(len(tensors_))]
     return [allgather(tensor, named, ignore_name_scope, process_set) for tensor, named in zip(tensors_, names)]
 
@@ -54,7 +59,15 @@ def grouped_allgather(
 def broadcast(
     tensor: Any, root_rank: int, name: str | None = None, ignore_name_scope: bool = False, process_set: Any = None
 ) -> Any:
-    """Returns the root's tensor on every rank; tensors on other ranks give its type, and its shape if known."""
+    """Returns the root rank's tensor on every rank.
+
+    Args:
+      tensor: on the root rank, the tensor to send; on other ranks, a tensor of the same dtype and shape.
+      root_rank: the rank that sends.
+      name: matches this call with the other ranks' calls; None: the order of calls does.
+      ignore_name_scope: ignored.
+      process_set: only the set of all ranks is supported.
+    """
     context = require_context("hvd.broadcast()", process_set)
     check_root(context, root_rank)
 
@@ -71,7 +84,7 @@ def broadcast(
 
 
 def broadcast_group(variables: Sequence[Any], root_rank: int, name: str | None = None) -> list[Any]:
-    """Returns the root's values of variables, in the variables' order, sent in as many messages as there are types."""
+    """Returns the root rank's values of variables, in the order of ``variables``; sends one message per dtype."""
     context = require_context("hvd.broadcast_variables()", None)
     check_root(context, root_rank)
     found: dict[int, Any] = {}
@@ -92,22 +105,28 @@ def alltoall(
     ignore_name_scope: bool = False,
     process_set: Any = None,
 ) -> Any:
-    """Sends rows to each rank and returns the rows from each rank, in order of ranks.
+    """Sends rows of a tensor to each rank, and returns the rows that this rank receives, in order of ranks.
 
     Args:
-      splits: how many rows go to each rank; None: as many to each.
+      splits: number of rows for each rank; None: the same number for each.
+      name: matches this call with the other ranks' calls; None: the order of calls does.
+      ignore_name_scope: ignored.
+      process_set: only the set of all ranks is supported.
 
     Returns:
-      The rows that came; with ``splits`` also how many came from each rank.
+      The received rows; if ``splits`` is given, (received rows, number of rows from each rank).
+
+    Raises:
+      ProgramError: without ``splits``, the number of rows is not a multiple of the number of ranks.
     """
     context = require_context("hvd.alltoall()", process_set)
     value = tf.convert_to_tensor(tensor)
     if splits is None:
         if value.shape.rank and value.shape[0] is not None and value.shape[0] % context.size:
             raise ProgramError(
-                "the rows cannot be divided equally among the ranks",
+                "hvd.alltoall without splits cannot divide the rows equally among the ranks",
                 given=f"{value.shape[0]} rows for {context.size} ranks",
-                expected="a multiple of the number of ranks, or splits",
+                expected=f"a multiple of {context.size} rows, or splits",
                 action="pass splits, one number for each rank",
             )
         rows = tf.shape(value)[0] // context.size
@@ -116,7 +135,11 @@ def alltoall(
 
 
 def _exchange_parts(context: Context, value: Any, splits: Any, name: str | None) -> tuple[Any, Any]:
-    """Exchanges parts of different sizes, padded to the largest."""
+    """Sends ``splits[r]`` rows to each rank r, padded to the largest number of rows, since messages have equal sizes.
+
+    Returns:
+      (received rows, number of rows from each rank).
+    """
     came = tensors.all_to_all(context, splits, make_key(context, "alltoall", f"{name or ''}.splits"))
 
     def exchange_rows(rows: Any, sent: Any, received: Any, named: str) -> Any:

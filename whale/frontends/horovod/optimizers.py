@@ -1,4 +1,4 @@
-"""Implements ``hvd.DistributedOptimizer``: an optimizer that applies the average of all ranks' gradients."""
+"""Implements ``hvd.DistributedOptimizer``, an optimizer that applies the average of all ranks' gradients."""
 
 from __future__ import annotations
 
@@ -35,22 +35,26 @@ def DistributedOptimizer(
 ) -> Any:
     """Returns an optimizer like ``optimizer`` that applies the average of all ranks' gradients.
 
-    Of Keras it is a new one with the same settings, of a class that derives from that of ``optimizer`` and has its
-    name, so that what is saved can be loaded without Whale.
+    For a Keras optimizer this is a new optimizer with the same settings. Its class derives from that of ``optimizer``
+    and has the same name, so that a saved model can be loaded without Whale.
 
     Args:
-      optimizer: of Keras 3, tf_keras, Keras 2, or of ``tf.compat.v1.train``.
-      compression: in which type gradients travel.
-      sparse_as_dense: whether tf.IndexedSlices are made tensors first.
-      backward_passes_per_step: after how many calls with gradients one update is made of their sum.
-      average_aggregated_gradients: of their mean instead.
+      optimizer: an optimizer of Keras 3, tf_keras, Keras 2 or ``tf.compat.v1.train``.
+      name: prefix of the keys by which ranks match their exchanges; None: made of the class's name.
+      compression: a class of ``hvd.Compression``: the dtype in which gradients are sent.
+      sparse_as_dense: whether to convert tf.IndexedSlices to tensors first.
+      backward_passes_per_step: number of backward passes whose gradients are accumulated for one update.
+      average_aggregated_gradients: True to apply the mean of accumulated gradients, False for their sum.
       op: ``Average`` or ``Sum``.
       gradient_predivide_factor: with ``Average``, by what gradients are divided before they are summed.
-      groups, num_groups: variables whose gradients travel together, as lists or as a number of groups.
-      use_locking, device_dense, device_sparse: taken for Horovod's sake; they change nothing here.
+      groups, num_groups: variables whose gradients are sent together: lists of variables, or a number of groups.
+      process_set: only the set of all ranks is supported.
+      scale_local_gradients: whether gradients of local variables (``register_local_var``), which are not averaged, are
+        divided by the number of ranks.
+      use_locking, device_dense, device_sparse: ignored, only accepted because Horovod has them.
 
     Raises:
-      ProgramError: arguments that contradict each other or cannot be had, or an optimizer that is distributed already.
+      ProgramError: arguments contradict each other or are not supported, or the optimizer is distributed already.
     """
     label = name or f"Distributed{type(optimizer).__name__}"
     average = make_averaging(
@@ -59,17 +63,17 @@ def DistributedOptimizer(
     )  # fmt: skip
     if backward_passes_per_step < 1:
         raise ProgramError(
-            "an update needs a backward pass",
+            "backward_passes_per_step has to be positive",
             given=f"backward_passes_per_step={backward_passes_per_step}",
             expected="1 or more",
-            action="correct it",
+            action="correct backward_passes_per_step, or leave it out",
         )
     if hasattr(optimizer, _MARK):
         raise ProgramError(
             "the optimizer averages its gradients already",
-            given="an optimizer of hvd.DistributedOptimizer",
-            expected="one that was not wrapped",
-            action="wrap it once",
+            given="an optimizer that hvd.DistributedOptimizer has returned",
+            expected="an optimizer that was not wrapped before",
+            action="call hvd.DistributedOptimizer once for an optimizer",
         )
     if isinstance(optimizer, _V1):
         if backward_passes_per_step > 1:
@@ -77,7 +81,7 @@ def DistributedOptimizer(
                 "optimizers of TensorFlow 1 cannot accumulate the gradients of several backward passes",
                 given=f"backward_passes_per_step={backward_passes_per_step}",
                 expected="1",
-                action="use a Keras optimizer, or a batch that many times as large",
+                action=f"use a Keras optimizer, or a batch {backward_passes_per_step} times as large",
             )
         return _GraphOptimizer(optimizer, average, use_locking)
     passes = Accumulation(backward_passes_per_step, average_aggregated_gradients)
@@ -85,7 +89,7 @@ def DistributedOptimizer(
 
 
 def make_distributed(optimizer: Any, compression: Any = Compression.none) -> None:
-    """Makes an existing Keras optimizer, possibly with a state, average gradients from now on."""
+    """Changes the class of a Keras optimizer so that it averages gradients over the ranks; its state is kept."""
     average = make_averaging(
         f"Distributed{type(optimizer).__name__}", None, compression, False, 1.0, None, 0, None, True
     )
@@ -93,7 +97,7 @@ def make_distributed(optimizer: Any, compression: Any = Compression.none) -> Non
 
 
 class _GraphOptimizer(tf.compat.v1.train.Optimizer):  # type: ignore[misc]
-    """A wrapper of a TensorFlow 1 optimizer that averages gradients."""
+    """Wraps a TensorFlow 1 optimizer, and averages over the ranks what ``compute_gradients`` returns."""
 
     def __init__(self, optimizer: Any, average: Averaging, use_locking: bool) -> None:
         super().__init__(name=average.name, use_locking=use_locking)
@@ -101,34 +105,36 @@ class _GraphOptimizer(tf.compat.v1.train.Optimizer):  # type: ignore[misc]
         setattr(self, _MARK, average)
 
     def register_local_var(self, variable: Any) -> None:
-        """Excludes this variable's gradient from averaging."""
+        """Excludes the gradient of ``variable`` from the average."""
         getattr(self, _MARK).local.add(find_variable_id(variable))
 
     def compute_gradients(self, *args: Any, **kwargs: Any) -> list[tuple[Any, Any]]:
-        """Returns the averaged gradients of all ranks, with their variables."""
+        """Returns (gradient averaged over all ranks, variable) pairs."""
         pairs = self._optimizer.compute_gradients(*args, **kwargs)
         variables = [variable for _, variable in pairs]
         return list(zip(getattr(self, _MARK)([gradient for gradient, _ in pairs], variables), variables))
 
     def apply_gradients(self, *args: Any, **kwargs: Any) -> Any:
-        """Calls the same method of the wrapped optimizer."""
+        """Calls ``apply_gradients`` of the wrapped optimizer."""
         return self._optimizer.apply_gradients(*args, **kwargs)
 
     def get_slot(self, *args: Any, **kwargs: Any) -> Any:
-        """Calls the same method of the wrapped optimizer."""
+        """Calls ``get_slot`` of the wrapped optimizer."""
         return self._optimizer.get_slot(*args, **kwargs)
 
     def get_slot_names(self, *args: Any, **kwargs: Any) -> Any:
-        """Calls the same method of the wrapped optimizer."""
+        """Calls ``get_slot_names`` of the wrapped optimizer."""
         return self._optimizer.get_slot_names(*args, **kwargs)
 
     def variables(self, *args: Any, **kwargs: Any) -> Any:
-        """Calls the same method of the wrapped optimizer."""
+        """Calls ``variables`` of the wrapped optimizer."""
         return self._optimizer.variables(*args, **kwargs)
 
 
 def _make_class(base: Any, average: Averaging, passes: Accumulation) -> Any:
-    """Returns a subclass of a Keras optimizer's class, with its name, that averages gradients before applying them."""
+    """Returns a subclass of a Keras optimizer's class, of the same name, that averages gradients before it applies
+    them.
+    """
 
     def update(self: Any, gradients: Sequence[Any], variables: Sequence[Any], apply: Callable[[list[Any]], Any]) -> Any:
         _refuse_scaled_by_each_rank()
@@ -167,8 +173,9 @@ def _make_class(base: Any, average: Averaging, passes: Accumulation) -> Any:
 
 
 def _refuse_scaled_by_each_rank() -> None:
-    """Refuses a loss scale outside of the exchange: a rank whose own gradients overflow would skip it, and others
-    wait.
+    """Raises a ProgramError if a LossScaleOptimizer wraps the distributed optimizer.
+
+    A rank whose own gradients overflow would skip the update and its exchange, and the other ranks would wait forever.
     """
     graph = tf.compat.v1.get_default_graph()
     if not type(graph).__name__.startswith("Cond"):
@@ -179,9 +186,9 @@ def _refuse_scaled_by_each_rank() -> None:
             if hasattr(around, _MARK):
                 continue
             raise ProgramError(
-                "each rank would decide by its own gradients whether it takes part in the average: wrap the "
-                "LossScaleOptimizer in hvd.DistributedOptimizer, not the other way round",
+                "a LossScaleOptimizer around hvd.DistributedOptimizer would let each rank decide by its own gradients "
+                "whether it takes part in the average",
                 given="a LossScaleOptimizer around hvd.DistributedOptimizer",
                 expected="hvd.DistributedOptimizer around the LossScaleOptimizer",
-                action="wrap as opt = hvd.DistributedOptimizer(keras.optimizers.LossScaleOptimizer(opt))",
+                action="write opt = hvd.DistributedOptimizer(keras.optimizers.LossScaleOptimizer(opt))",
             )

@@ -1,4 +1,5 @@
-"""Implements Horovod's functions about ranks, and refuses parts of its API that Whale does not support.
+"""Implements Horovod's functions about ranks (``hvd.rank()``), and refuses parts of its API that Whale does not
+support.
 
 Decision: 0058.
 """
@@ -18,13 +19,13 @@ def init(comm: Any = None, process_sets: Any = None, *, config: Config | None = 
     """Connects the ranks that `whale run`, mpirun or srun has started; collective. A second call does nothing.
 
     Args:
-      comm: only None, which is all ranks.
-      process_sets: only None.
-      config: Whale's configuration, which Horovod's own ``init`` does not have.
+      comm: must be None, which means all ranks.
+      process_sets: must be None or empty.
+      config: Whale's configuration; None: the defaults. Horovod's own ``init`` has no such argument.
 
     Raises:
       ClusterError: the ranks cannot be connected, or ``wh.init`` was called before.
-      ProgramError: some of the ranks are asked for.
+      ProgramError: ``comm`` or ``process_sets`` asks for some of the ranks only.
     """
     if comm is not None or process_sets:
         given = f"comm={comm!r}" if comm is not None else f"process_sets={process_sets!r}"
@@ -44,44 +45,49 @@ def init(comm: Any = None, process_sets: Any = None, *, config: Config | None = 
 
 
 def _say_if_nothing_was_exchanged(context: Context, programs: OwnPrograms) -> None:
-    """Warns if the script exchanged nothing: it may be meant to run alone, or lack its distributed optimizer."""
+    """Warns at the end of a run in which the script has exchanged nothing: perhaps DistributedOptimizer was
+    forgotten.
+    """
     if context.rank == 0 and context.size > 1 and not programs.exchanges:
         log.warning(
-            f"hvd.init() connected {context.size} ranks, and the script exchanged nothing: each has run alone; "
-            "training averages gradients by hvd.DistributedOptimizer or hvd.DistributedGradientTape"
+            f"hvd.init() connected {context.size} ranks, but the script exchanged nothing, so each rank ran alone; to "
+            "average gradients, use hvd.DistributedOptimizer or hvd.DistributedGradientTape"
         )
 
 
 def shutdown() -> None:
-    """Ends Whale in this process; safe to repeat."""
+    """Ends Whale in this process; may be called more than once."""
     start.shutdown()
 
 
 def is_initialized() -> bool:
-    """Tells whether ``init`` was called, and ``shutdown`` not."""
+    """Returns True between ``hvd.init()`` and ``hvd.shutdown()``."""
     context = find_running()
     return context is not None and context.planning.own_programs is not None
 
 
 def require_own_run(what: str) -> tuple[Context, OwnPrograms]:
-    """Returns the run that ``init`` began.
+    """Returns the run that ``hvd.init`` has begun, and what is known of each rank's own program.
+
+    Args:
+      what: the call that needs the run, for the error's text.
 
     Raises:
-      ClusterError: there is none; names ``what`` asked for it.
+      ClusterError: ``hvd.init`` was not called.
     """
     context = find_running()
     if context is None or context.planning.own_programs is None:
         raise ClusterError(
             f"{what} needs hvd.init()",
-            given="no run" if context is None else "a run that wh.init() began",
-            expected="hvd.init() before it",
+            given="no call of hvd.init() so far" if context is None else "a run that wh.init() began",
+            expected=f"hvd.init() before {what}",
             action="call hvd.init() at the start of the script",
         )
     return context, context.planning.own_programs
 
 
 def rank() -> int:
-    """Returns the number of this process's rank."""
+    """Returns this process's rank: 0 to ``size() - 1``."""
     return require_own_run("hvd.rank()")[0].rank
 
 
@@ -91,7 +97,7 @@ def size() -> int:
 
 
 def local_rank() -> int:
-    """Returns the number of this rank among those on its host."""
+    """Returns this rank's number among the ranks on its host, from 0."""
     return require_own_run("hvd.local_rank()")[0].place.local_rank
 
 
@@ -101,31 +107,31 @@ def local_size() -> int:
 
 
 def cross_rank() -> int:
-    """Returns the number of this host among those that have a rank of this local rank."""
+    """Returns the number of this host among the hosts that have a rank with this rank's ``local_rank()``."""
     context, programs = require_own_run("hvd.cross_rank()")
     return programs.local_ranks[: context.rank].count(context.place.local_rank)
 
 
 def cross_size() -> int:
-    """Returns the number of hosts that have a rank of this local rank."""
+    """Returns the number of hosts that have a rank with this rank's ``local_rank()``."""
     context, programs = require_own_run("hvd.cross_size()")
     return programs.local_ranks.count(context.place.local_rank)
 
 
 def is_homogeneous() -> bool:
-    """Tells whether all hosts have as many ranks."""
+    """Returns True if all hosts have the same number of ranks."""
     ranks = require_own_run("hvd.is_homogeneous()")[1].local_ranks
     return len({ranks.count(number) for number in set(ranks)}) == 1
 
 
 class ProcessSet:
-    """The set of all ranks, which is the only one there is here."""
+    """Represents the set of all ranks; Whale supports no other process set."""
 
     process_set_id = 0
 
     @property
     def ranks(self) -> list[int]:
-        """Returns the numbers of all ranks."""
+        """Returns all ranks: [0, 1, ..., size - 1]."""
         return list(range(size()))
 
     def size(self) -> int:
@@ -133,11 +139,11 @@ class ProcessSet:
         return size()
 
     def rank(self) -> int:
-        """Returns the number of this process's rank."""
+        """Returns this process's rank."""
         return rank()
 
     def included(self) -> bool:
-        """Tells whether this rank is one of them."""
+        """Returns True: the set has all ranks."""
         return True
 
 
@@ -145,45 +151,77 @@ global_process_set = ProcessSet()
 
 
 def refuse_other_set(process_set: Any, what: str) -> None:
-    """Raises an error for any set of ranks other than all of them."""
+    """Raises a ProgramError if ``process_set`` is not None and not the set of all ranks.
+
+    Args:
+      what: the call with this argument, for the error's text.
+    """
     if process_set is not None and not isinstance(process_set, ProcessSet):
-        _refuse(f"{what} is among all ranks", f"process_set={process_set!r}", "hvd.global_process_set", "leave it out")
+        _refuse(
+            f"{what} exchanges among all ranks; Whale has no other process sets",
+            f"process_set={process_set!r}",
+            "hvd.global_process_set or no process_set",
+            "leave process_set out",
+        )
 
 
 def add_process_set(process_set: Any) -> NoReturn:
-    """Raises ProgramError: exchanges are among all ranks."""
-    _refuse("ranks have no sets", "hvd.add_process_set()", "exchanges among all ranks", "leave it out")
+    """Raises a ProgramError: Whale has no process sets other than that of all ranks."""
+    _refuse(
+        "Whale has no process sets beside that of all ranks",
+        "hvd.add_process_set()",
+        "exchanges among all ranks",
+        "leave the call out",
+    )
 
 
 def remove_process_set(process_set: Any) -> NoReturn:
-    """Raises ProgramError: exchanges are among all ranks."""
-    _refuse("ranks have no sets", "hvd.remove_process_set()", "exchanges among all ranks", "leave it out")
+    """Raises a ProgramError: Whale has no process sets other than that of all ranks."""
+    _refuse(
+        "Whale has no process sets beside that of all ranks",
+        "hvd.remove_process_set()",
+        "exchanges among all ranks",
+        "leave the call out",
+    )
 
 
 def join(device: int = -1) -> NoReturn:
-    """Raises ProgramError: a rank that ends early would have to guess what the others exchange."""
+    """Raises a ProgramError: a rank that runs out of batches cannot know what the other ranks still exchange."""
     _refuse(
-        "a rank cannot stand aside while the others go on",
+        "hvd.join() is not supported: no rank can stop while others go on",
         "hvd.join()",
-        "as many steps on every rank",
-        "give every rank as many batches, for example with dataset.repeat() and steps_per_epoch",
+        "the same number of steps on every rank",
+        "give every rank the same number of batches, for example with dataset.repeat() and steps_per_epoch",
     )
 
 
 def start_timeline(file_path: str, mark_cycles: bool = False) -> NoReturn:
-    """Raises ProgramError: Whale writes its own trace."""
-    _refuse("Horovod's timeline is not written", f"hvd.start_timeline({file_path!r})", "Whale's trace",
-            "start the script with `whale run --trace FILE`")  # fmt: skip
+    """Raises a ProgramError: Whale writes its own trace instead of Horovod's timeline."""
+    _refuse(
+        "Whale does not write Horovod's timeline",
+        f"hvd.start_timeline({file_path!r})",
+        "Whale's own trace",
+        "start the script with `whale run --trace FILE`",
+    )
 
 
 def stop_timeline() -> NoReturn:
-    """Raises ProgramError: Whale writes its own trace."""
-    _refuse("Horovod's timeline is not written", "hvd.stop_timeline()", "Whale's trace",
-            "start the script with `whale run --trace FILE`")  # fmt: skip
+    """Raises a ProgramError: Whale writes its own trace instead of Horovod's timeline."""
+    _refuse(
+        "Whale does not write Horovod's timeline",
+        "hvd.stop_timeline()",
+        "Whale's own trace",
+        "start the script with `whale run --trace FILE`",
+    )
 
 
 class RefusedModule:
-    """A stand-in for a module of Horovod that Whale does not support: any access raises an error with the reason."""
+    """Stands in for a module of Horovod that Whale does not support; access to any name in it raises a ProgramError.
+
+    Args:
+      name: the module's name.
+      message, expected, action: texts of the error.
+    """
 
     def __init__(self, name: str, message: str, expected: str, action: str) -> None:
         self._said = message, name, expected, action
@@ -197,30 +235,30 @@ class RefusedModule:
 
 elastic = RefusedModule(
     "hvd.elastic",
-    "ranks of a script for Horovod run programs of their own, which do not go on without each other",
-    "steps that Whale distributes, or checkpoints and a run that is started again from them",
-    "call wh.init(elastic=True) in the place of hvd.init(), with plain optimizers; or save with "
+    "hvd.elastic is not supported: after hvd.init() no rank can continue when another one fails",
+    "an elastic run of wh.init(elastic=True), or a run that restarts from checkpoints",
+    "call wh.init(elastic=True) instead of hvd.init(), and use plain optimizers; or save with "
     "tf.train.CheckpointManager on rank 0 and start with `whale run --max-restarts N`",
 )
 
 
 def mpi_threads_supported() -> bool:
-    """Returns True: Whale's transport asks MPI for threads."""
+    """Returns True: Whale initialises MPI with support for threads."""
     return True
 
 
 def mpi_enabled() -> bool:
-    """Returns True: ranks of several hosts talk through MPI."""
+    """Returns True: ranks on different hosts communicate through MPI."""
     return True
 
 
 def mpi_built() -> bool:
-    """Returns True: ranks of several hosts talk through MPI."""
+    """Returns True: ranks on different hosts communicate through MPI."""
     return True
 
 
 def _is_not_built() -> bool:
-    """Returns False: this library is not used for exchanges."""
+    """Returns False, for ``gloo_built()`` and other libraries that these exchanges do not use."""
     return False
 
 
@@ -228,7 +266,7 @@ gloo_enabled = gloo_built = ddl_built = ccl_built = cuda_built = rocm_built = _i
 
 
 def nccl_built() -> int:
-    """Returns 0: these exchanges go through the host's memory."""
+    """Returns 0: exchanges of this API do not use NCCL, but go through host memory."""
     return 0
 
 

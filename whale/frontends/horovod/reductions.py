@@ -1,5 +1,5 @@
-"""Defines how tensors are reduced over the ranks and in which type they are sent: ``hvd.Average``,
-``hvd.Compression``.
+"""Defines the reductions over ranks (``hvd.Average``, ...) and the dtypes in which tensors are sent
+(``hvd.Compression``).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from whale.errors import ProgramError
 
 
 class ReduceOp(enum.Enum):
-    """A reduction over the ranks; the value is its name in Whale's exchanges."""
+    """Names a reduction over the ranks; the value is the reduction's name in Whale's exchanges."""
 
     AVERAGE = "average"
     SUM = "sum"
@@ -28,44 +28,53 @@ Product, Adasum = ReduceOp.PRODUCT, ReduceOp.ADASUM
 
 
 def find_reduction(op: ReduceOp | None, average: bool | None = None, allowed: tuple[ReduceOp, ...] = ()) -> ReduceOp:
-    """Returns the reduction for the arguments ``op`` and ``average`` (deprecated); ``Average`` by default.
+    """Returns the reduction that the arguments ``op`` and ``average`` of a Horovod function ask for; ``Average`` by
+    default.
+
+    Args:
+      op: the reduction; None: not given.
+      average: deprecated: True for ``Average``, False for ``Sum``; None: not given.
+      allowed: the reductions that the calling function supports; empty: all.
 
     Raises:
-      ProgramError: both are given, it is no reduction, it is ``Adasum``, or not one of ``allowed``.
+      ProgramError: both arguments are given, ``op`` is no ReduceOp or is ``Adasum``, or it is not allowed.
     """
     if op is not None and average is not None:
         raise ProgramError(
-            "a reduction is given twice", given=f"op={op}, average={average}", expected="op", action="remove average"
+            "the reduction is given twice, by op and by average",
+            given=f"op={op}, average={average}",
+            expected="op alone",
+            action="remove average",
         )
     if average is not None:
         op = Average if average else Sum
     found = Average if op is None else op
     if not isinstance(found, ReduceOp):
         raise ProgramError(
-            "the argument is not a reduction",
+            "op is not a reduction of whale.horovod",
             given=f"op={op!r}",
-            expected="hvd.Average, Sum, Min, Max or Product of whale.horovod",
-            action="import hvd from whale.horovod everywhere in the script",
+            expected="hvd.Average, hvd.Sum, hvd.Min, hvd.Max or hvd.Product, with hvd from whale.horovod",
+            action="import whale.horovod instead of horovod everywhere in the script",
         )
     if found is Adasum:
         raise ProgramError(
-            "Adasum is not built",
+            "Whale has no Adasum",
             given="op=hvd.Adasum",
             expected="hvd.Average or hvd.Sum",
-            action="use hvd.Average, with the learning rate times hvd.size() where Adasum left it as it was",
+            action="use hvd.Average, and multiply a learning rate that was tuned for Adasum by hvd.size()",
         )
     if allowed and found not in allowed:
         raise ProgramError(
-            "this exchange does not support the reduction",
-            given=f"op={found.name}",
-            expected=" or ".join(other.name for other in allowed),
-            action="use one of these",
+            "the function does not support this reduction",
+            given=f"op=hvd.{found.name.capitalize()}",
+            expected=" or ".join(f"hvd.{other.name.capitalize()}" for other in allowed),
+            action="pass one of these as op",
         )
     return found
 
 
 def multiply(tensor: Any, factor: float) -> Any:
-    """Multiplies ``tensor`` by a number, in the tensor's type; integers are truncated towards 0."""
+    """Multiplies ``tensor`` by a number and keeps the tensor's dtype; integer results are truncated towards 0."""
     if factor == 1.0:
         return tensor
     if tensor.dtype.is_floating or tensor.dtype.is_complex:
@@ -74,7 +83,9 @@ def multiply(tensor: Any, factor: float) -> Any:
 
 
 def divide_by_size(tensor: Any, size: int) -> Any:
-    """Divides ``tensor`` by the number of ranks, in the tensor's type; integers are truncated towards 0."""
+    """Divides ``tensor`` by ``size``, e.g. the number of ranks, and keeps the dtype; integers are truncated
+    towards 0.
+    """
     if size == 1:
         return tensor
     if tensor.dtype.is_floating or tensor.dtype.is_complex:
@@ -83,7 +94,7 @@ def divide_by_size(tensor: Any, size: int) -> Any:
 
 
 class Compressor:
-    """The form in which a tensor is sent; a script may derive its own, with both methods static."""
+    """Defines the form in which tensors are sent; a script may derive its own class with both static methods."""
 
     @staticmethod
     def compress(tensor: Any) -> tuple[Any, Any]:
@@ -92,13 +103,17 @@ class Compressor:
 
     @staticmethod
     def decompress(tensor: Any, ctx: Any) -> Any:
-        """Converts a received tensor back to its form before ``compress``."""
+        """Returns a received tensor in the form that it had before ``compress``.
+
+        Args:
+          ctx: the context that ``compress`` has returned.
+        """
         raise _make_missing_error("decompress")
 
 
 def _make_missing_error(method: str) -> ProgramError:
     return ProgramError(
-        "a compressor does not define how tensors are sent",
+        f"a subclass of hvd.Compression's Compressor lacks the method {method}",
         given=f"a class derived from Compressor without {method}",
         expected="static methods compress(tensor) and decompress(tensor, ctx)",
         action=f"define {method}, or use hvd.Compression.none or hvd.Compression.fp16",
@@ -106,35 +121,35 @@ def _make_missing_error(method: str) -> ProgramError:
 
 
 class NoneCompressor(Compressor):
-    """The compressor that leaves tensors as they are."""
+    """Sends tensors unchanged."""
 
     @staticmethod
     def compress(tensor: Any) -> tuple[Any, Any]:
-        """Returns the tensor."""
+        """Returns (``tensor``, None)."""
         return tensor, None
 
     @staticmethod
     def decompress(tensor: Any, ctx: Any) -> Any:
-        """Returns the tensor."""
+        """Returns ``tensor`` unchanged."""
         return tensor
 
 
 class FP16Compressor(Compressor):
-    """The compressor that sends floating-point tensors as float16."""
+    """Sends floating-point tensors as float16, and other tensors unchanged."""
 
     @staticmethod
     def compress(tensor: Any) -> tuple[Any, Any]:
-        """Returns (the tensor as float16, its type before)."""
+        """Returns (the tensor as float16 if it is floating-point, its original dtype)."""
         return (tf.cast(tensor, tf.float16) if tensor.dtype.is_floating else tensor), tensor.dtype
 
     @staticmethod
     def decompress(tensor: Any, ctx: Any) -> Any:
-        """Casts back to the type before."""
+        """Casts a received tensor back to its original dtype ``ctx``."""
         return tf.cast(tensor, ctx)
 
 
 class Compression:
-    """The compressors by name: ``hvd.Compression.none`` and ``hvd.Compression.fp16``."""
+    """Lists the compressors that scripts choose from: ``hvd.Compression.none`` and ``hvd.Compression.fp16``."""
 
     none = NoneCompressor
     fp16 = FP16Compressor

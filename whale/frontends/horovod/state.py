@@ -1,4 +1,4 @@
-"""Broadcasts and gathers objects and variables, so that all ranks begin with the same state."""
+"""Broadcasts and gathers Python objects and variables, so that all ranks start from the same state."""
 
 from __future__ import annotations
 
@@ -17,11 +17,16 @@ from whale.frontends.horovod.moves import broadcast_group
 def broadcast_object(
     obj: Any, root_rank: int = 0, session: Any = None, name: str | None = None, process_set: Any = None
 ) -> Any:
-    """Returns the root's object on every rank; the other ranks' objects are ignored.
+    """Returns the root rank's object on every rank; ``obj`` of other ranks is ignored.
+
+    Args:
+      obj: numbers, text, bytes, containers of these, and NumPy arrays.
+      session: ignored.
+      name: matches this call with the other ranks' calls; None: the order of calls does.
+      process_set: only the set of all ranks is supported.
 
     Raises:
-      ProgramError: it holds more than numbers, text, containers and NumPy's arrays: nothing from another rank is
-        unpickled.
+      ProgramError: the object holds other values. Pickle is not used, since unpickling runs code from another process.
     """
     context = require_context("hvd.broadcast_object()", process_set)
     check_root(context, root_rank)
@@ -36,15 +41,15 @@ def broadcast_object(
 def broadcast_object_fn(
     root_rank: int = 0, session: Any = None, name: str | None = None, process_set: Any = None
 ) -> Callable[[Any], Any]:
-    """Returns a function that broadcasts its argument."""
+    """Returns a function ``f(obj)`` that calls ``broadcast_object`` with these arguments."""
     return lambda obj: broadcast_object(obj, root_rank, session, name, process_set)
 
 
 def allgather_object(obj: Any, session: Any = None, name: str | None = None, process_set: Any = None) -> list[Any]:
-    """Returns all ranks' objects, in order of ranks.
+    """Returns a list of all ranks' objects, in order of ranks; for the arguments see ``broadcast_object``.
 
     Raises:
-      ProgramError: as ``broadcast_object``.
+      ProgramError: an object holds something else than ``broadcast_object`` can send.
     """
     context = require_context("hvd.allgather_object()", process_set)
     _count_exchange(context)
@@ -61,22 +66,27 @@ def _pack(obj: Any) -> bytes:
         raise ProgramError(
             "an object sent to other ranks contains more than plain data",
             given=str(error),
-            expected="None, numbers, text, bytes, lists, tuples, dicts, sets, NumPy's scalars and arrays",
-            action="send what the object is made of (its state or configuration), and make it anew on each rank",
+            expected="None, numbers, text, bytes, NumPy scalars and arrays; and lists, tuples, dicts and sets of these",
+            action="send the object's state or configuration as plain data, and create the object from it on each rank",
         ) from error
 
 
 def broadcast_variables(
     variables: Iterable[Any], root_rank: int, process_set: Any = None, inplace: bool = False
 ) -> Any:
-    """Assigns the root's values to variables on every rank; one message for each type.
+    """Assigns the root rank's values to variables on every rank, with one message per dtype.
 
     Args:
-      variables: of TensorFlow or Keras, the same ones in the same order on every rank.
-      inplace: accepted for compatibility with Horovod.
+      variables: tf.Variables or Keras variables, in the same order on every rank.
+      root_rank: the rank whose values are sent.
+      process_set: only the set of all ranks is supported.
+      inplace: ignored, only accepted because Horovod has it.
 
     Returns:
-      In a graph of TensorFlow 1 the operation that does it; else None.
+      In a graph of TensorFlow 1, the operation to run; otherwise None.
+
+    Raises:
+      ProgramError: a variable holds strings.
     """
     require_context("hvd.broadcast_variables()", process_set)
     own = [getattr(v, "value", v) if not isinstance(v, tf.Variable) else v for v in variables]
@@ -86,33 +96,34 @@ def broadcast_variables(
     text = next((v for v in own if v.dtype.base_dtype == tf.string), None)
     if text is not None:
         raise ProgramError(
-            "strings are not broadcast as variables",
-            given=f"the variable {text.name}",
-            expected="variables of numbers",
-            action="use hvd.broadcast_object for its value",
+            "hvd.broadcast_variables cannot send variables of strings",
+            given=f"the variable {text.name} of dtype string",
+            expected="variables of numbers or bools",
+            action="broadcast its value with hvd.broadcast_object, and assign it on each rank",
         )
     assigned = [v.assign(value) for v, value in zip(own, broadcast_group(own, root_rank))]
     return None if _is_run_at_once() else tf.group(*assigned)
 
 
 def broadcast_global_variables(root_rank: int) -> Any:
-    """Returns the operation of a TensorFlow 1 graph that assigns the root's values to all its variables.
+    """Returns an operation that assigns the root rank's values to all global variables of a TensorFlow 1 graph.
 
     Raises:
-      ProgramError: there is no such graph.
+      ProgramError: eager execution is on, so there is no list of all variables.
     """
     if tf.executing_eagerly():
         raise ProgramError(
-            "TensorFlow 2 has no list of all variables",
-            given="hvd.broadcast_global_variables() while TensorFlow executes eagerly",
+            "hvd.broadcast_global_variables() needs a TensorFlow 1 graph: with eager execution there is no list of all "
+            "variables",
+            given="hvd.broadcast_global_variables() with eager execution on",
             expected="hvd.broadcast_variables(model.variables, root_rank)",
-            action="name the variables",
+            action="call hvd.broadcast_variables with the variables of the model and of the optimizer",
         )
     return broadcast_variables(tf.compat.v1.global_variables(), root_rank)
 
 
 class BroadcastGlobalVariablesHook(tf.compat.v1.train.SessionRunHook):  # type: ignore[misc]
-    """A hook that broadcasts the root's values of all variables as soon as a session is created."""
+    """Broadcasts all global variables from the root rank when a session is created."""
 
     def __init__(self, root_rank: int, device: str = "") -> None:
         super().__init__()
@@ -120,17 +131,19 @@ class BroadcastGlobalVariablesHook(tf.compat.v1.train.SessionRunHook):  # type: 
         self.bcast_op: Any = None
 
     def begin(self) -> None:
-        """Adds the operation to the graph."""
+        """Adds the broadcast to the graph."""
         if self.bcast_op is None or self.bcast_op.graph is not tf.compat.v1.get_default_graph():
             self.bcast_op = broadcast_global_variables(self.root_rank)
 
     def after_create_session(self, session: Any, coord: Any) -> None:
-        """Runs the operation."""
+        """Runs the broadcast."""
         session.run(self.bcast_op)
 
 
 def _is_run_at_once() -> bool:
-    """Tells whether exchanges run immediately (eagerly, or in a tf.function), so that there is no operation to run."""
+    """Returns True unless a TensorFlow 1 graph is built; eagerly and in a tf.function exchanges run without a
+    session.
+    """
     return bool(tf.compat.v1.executing_eagerly_outside_functions())
 
 

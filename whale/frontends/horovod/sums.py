@@ -35,18 +35,23 @@ def allreduce(
     process_set: Any = None,
     ignore_name_scope: bool = False,
 ) -> Any:
-    """Returns the average (or ``op``) of the ranks' tensors on every rank; for tf.IndexedSlices, all ranks' slices.
+    """Returns the average of the ranks' tensors on every rank, or another reduction if ``op`` says so.
+
+    For tf.IndexedSlices the result is the concatenation of all ranks' slices.
 
     Args:
-      tensor: a tensor, variable, NumPy or Python value, of one shape and type on all ranks, or tf.IndexedSlices.
-      compression: in which type it travels.
-      prescale_factor, postscale_factor: what it is multiplied by before and after.
-      name: under which the ranks meet.
-      device_dense, device_sparse, ignore_name_scope: taken for Horovod's sake; they change nothing here.
+      tensor: a tensor, variable, NumPy or Python value of the same shape and dtype on all ranks, or tf.IndexedSlices.
+      average: deprecated: True for an average, False for a sum.
+      compression: a class of ``hvd.Compression``: the dtype in which the tensor is sent.
+      op: the reduction; None: ``Average``.
+      prescale_factor, postscale_factor: factors by which to multiply before and after the reduction.
+      name: matches this call with the other ranks' calls; None: the order of calls does.
+      process_set: only the set of all ranks is supported.
+      device_dense, device_sparse, ignore_name_scope: ignored, only accepted because Horovod has them.
 
     Raises:
-      ProgramError: another reduction or set of ranks than there is, or slices with scales.
-      CommError: the ranks bring different shapes or types, or one is gone.
+      ProgramError: the reduction or the process set is not supported, or tf.IndexedSlices come with factors.
+      CommError: the ranks pass different shapes or dtypes, or a rank is gone.
     """
     return grouped_allreduce(
         [tensor], average, device_dense, device_sparse, compression, op, prescale_factor, postscale_factor,
@@ -67,7 +72,7 @@ def grouped_allreduce(
     ignore_name_scope: bool = False,
     name: str | None = None,
 ) -> list[Any]:
-    """Reduces several tensors as ``allreduce`` does each; those of one type travel as one message."""
+    """Reduces several tensors, each as ``allreduce`` does; tensors of one dtype are sent in one message."""
     context = require_context("hvd.allreduce()", process_set)
     found = find_reduction(op, average)
     values = [t if isinstance(t, tf.IndexedSlices) else tf.convert_to_tensor(t) for t in tensors_]
@@ -100,7 +105,14 @@ def _reduce_message(
     name: str | None,
     packing: list[tuple[Any, Any]],
 ) -> list[Any]:
-    """Reduces tensors of one type in one message and unpacks them; their gradients are reduced in the same way."""
+    """Reduces tensors of one dtype in one message, and decompresses the results.
+
+    Gradients of the results are reduced over the ranks in the same way.
+
+    Args:
+      before, after: factors by which to multiply before and after the reduction.
+      packing: for each tensor, (its compressor, the context that its ``compress`` returned).
+    """
 
     def exchange_parts(parts: Sequence[Any]) -> list[Any]:
         summed = tensors.all_reduce(
@@ -119,7 +131,7 @@ def _reduce_message(
                     "this reduction over ranks has no gradient",
                     given=f"hvd.allreduce(op=hvd.{op.name.capitalize()})",
                     expected="hvd.Average or hvd.Sum",
-                    action="use one of these, or tf.stop_gradient around it",
+                    action="use one of these, or put tf.stop_gradient around the call",
                 )
             return exchange_parts(upstream)
 
@@ -139,7 +151,9 @@ def _check_slices(op: ReduceOp, before: float, after: float) -> None:
 
 
 def _gather_slices(context: Context, slices: tf.IndexedSlices, op: ReduceOp, name: str | None) -> tf.IndexedSlices:
-    """Concatenates the ranks' slices, which is their sum; divided by the number of ranks it is their average."""
+    """Concatenates the ranks' slices, which stands for their sum; for ``Average`` values are divided by the number of
+    ranks.
+    """
     name = name or "slices"
     values = tensors.all_gather(context, slices.values, make_key(context, "allgather", f"{name}.values"))
     indices = tensors.all_gather(context, slices.indices, make_key(context, "allgather", f"{name}.indices"))
@@ -158,20 +172,23 @@ def reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> Any:
-    """Returns this rank's rows of the average (or sum) of the ranks' tensors; the first ranks get one more where odd.
+    """Returns this rank's rows of the average (or sum) of the ranks' tensors.
+
+    If the number of rows is not a multiple of the number of ranks, the first ranks get one row more. For the arguments
+    see ``allreduce``.
 
     Raises:
-      ProgramError: a tensor whose number of rows is not known, or another reduction.
+      ProgramError: the number of rows is not known when the graph is built, or another reduction is asked for.
     """
     context = require_context("hvd.reducescatter()", process_set)
     found = find_reduction(op, None, (Average, Sum))
     value, ctx = compression.compress(tf.convert_to_tensor(tensor))
     if not value.shape.rank or value.shape[0] is None:
         raise ProgramError(
-            "the rows of the sum are divided among the ranks when the graph is built",
+            "hvd.reducescatter needs to know the number of rows when the graph is built",
             given=f"a tensor of shape {value.shape}",
-            expected="a first dimension of known size",
-            action="give the input_signature a fixed batch, or use hvd.allreduce and take this rank's rows",
+            expected="a known size of dimension 0",
+            action="give dimension 0 a size in the input_signature, or use hvd.allreduce and take this rank's rows",
         )
     whole, more = divmod(value.shape[0], context.size)
     sizes = [whole + (number < more) for number in range(context.size)]
@@ -199,7 +216,7 @@ def grouped_reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> list[Any]:
-    """Reduces and scatters several tensors, each as ``reducescatter`` does."""
+    """Calls ``reducescatter`` for each of several tensors."""
     return [
         reducescatter(
             tensor, device_dense, compression, op, None, process_set,
@@ -218,10 +235,15 @@ def reduce_in_buckets(
     name: str,
     reduce: Callable[..., list[Any]] = grouped_allreduce,
 ) -> list[Any]:
-    """Averages gradients over the ranks, except None; gradients ready at about the same time share a message.
+    """Reduces gradients over the ranks, several per message; a gradient of None stays None.
 
-    Backward passes make the last variables' gradients first, so messages are filled from the end, up to
-    ``communication.bucket_bytes`` each.
+    The backward pass computes the gradients of the last variables first. So buckets are filled from the end of the
+    list, with up to ``communication.bucket_bytes`` each, and a bucket's gradients are ready at about the same time.
+
+    Args:
+      before, after: factors by which to multiply before and after the reduction.
+      name: prefix of the messages' names.
+      reduce: reduces one bucket.
     """
     limit = require_context(name, None).config["communication.bucket_bytes"]
     results, bucket, held, number = list(values), [], 0, 0  # type: ignore[var-annotated]
@@ -252,7 +274,7 @@ def reduce_in_buckets(
 
 
 def _count_bytes(value: Any) -> int | None:
-    """Returns the size in bytes; None if it is not known, and for slices, which are sent alone."""
+    """Returns the size of a tensor in bytes; None for an unknown size, and for slices, which are sent on their own."""
     if isinstance(value, tf.IndexedSlices) or not value.shape.is_fully_defined():
         return None
     return int(value.shape.num_elements() * value.dtype.size)

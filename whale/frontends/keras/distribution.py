@@ -1,7 +1,8 @@
-"""Implements ``keras.distribution`` on the TensorFlow backend: devices are ranks, a LayoutMap sets variables' layouts.
+"""Implements ``keras.distribution`` for the TensorFlow backend: devices are ranks, a LayoutMap gives variables'
+layouts.
 
-If a mesh divides tensors, steps are planned as one split scope. Each variable in the map passes its
-placement to the first plan that uses it, and other layouts are planned.
+If the device mesh has an axis besides the batch axis, steps are planned as if all their code were inside of
+``wh.split``. A variable that the LayoutMap names gets the layout given there; Whale plans all other layouts.
 
 Decision: 0063.
 """
@@ -26,10 +27,11 @@ from whale.runtime.variables.deferred import announce_size
 
 
 def patch_backend(frontend: Any, backend: Any, variable: type) -> None:
-    """Adds the functions of Keras' distribution API to its TensorFlow backend.
+    """Adds the functions of Keras' distribution API to its TensorFlow backend, which lacks them.
 
     Args:
-      frontend: the module keras.src.distribution.distribution_lib; backend: that of the backend.
+      frontend: the module keras.src.distribution.distribution_lib.
+      backend: the module keras.src.backend.tensorflow.distribution_lib.
       variable: the backend's class of variables.
     """
     for function in (
@@ -42,7 +44,11 @@ def patch_backend(frontend: Any, backend: Any, variable: type) -> None:
 
 
 def list_devices(device_type: str | None = None) -> list[str]:
-    """Returns the devices of all ranks, in order of ranks: "gpu:0", "gpu:1" or "cpu:0", ..."""
+    """Returns one device per rank, in order of ranks: "gpu:0", "gpu:1", ... or "cpu:0", "cpu:1", ...
+
+    Args:
+      device_type: "gpu" or "cpu"; the list is empty if the ranks compute on the other type. None: whichever they use.
+    """
     context = require_current("keras.distribution.list_devices()")
     kind = "gpu" if tf.config.get_visible_devices("GPU") else "cpu"
     if device_type is not None and device_type.lower() != kind:
@@ -51,17 +57,18 @@ def list_devices(device_type: str | None = None) -> list[str]:
 
 
 def get_device_count(device_type: str | None = None) -> int:
-    """Returns the number of ranks."""
+    """Returns the number of ranks; 0 if they do not compute on devices of ``device_type``."""
     return len(list_devices(device_type))
 
 
 def initialize(
     job_addresses: str | None = None, num_processes: int | None = None, process_id: int | None = None
 ) -> None:
-    """Checks that the arguments agree with the run, whose processes the launcher started and ``wh.init`` connected.
+    """Checks that the arguments agree with the run, since the launcher and ``wh.init`` have already connected the
+    processes.
 
     Raises:
-      ConfigError: another number of processes, or another index among them.
+      ConfigError: the run has another number of processes, or this process another number.
     """
     context = require_current("keras.distribution.initialize()")
     for name, given, found in (
@@ -70,30 +77,30 @@ def initialize(
     ):
         if given is not None and given != found:
             raise ConfigError(
-                "a script and its launcher disagree about the processes of a run",
-                given=f"keras.distribution.initialize({name}={given}), and {found} by {context.place.launcher}",
-                expected="what the launcher started",
-                action=f"leave {name} out",
+                f"keras.distribution.initialize got another {name} than the launcher started",
+                given=f"keras.distribution.initialize({name}={given})",
+                expected=f"{name}={found}, as started by {context.place.launcher}",
+                action=f"leave {name} out, or start another number of ranks",
             )
 
 
 def num_processes() -> int:
-    """Returns 1: every process runs the script with whole batches, and Whale divides them."""
+    """Returns 1, since Keras would otherwise divide the data, which Whale does."""
     return 1
 
 
 def process_id() -> int:
-    """Returns 0, see ``num_processes``."""
+    """Returns 0, as if this were the only process; see ``num_processes``."""
     return 0
 
 
 def distribute_tensor(tensor: Any, layout: Any) -> Any:
-    """Returns ``tensor`` unchanged: the plan decides the layouts of activations."""
+    """Returns ``tensor`` unchanged: Whale's plan decides the layouts of activations."""
     return tensor
 
 
 def distribute_variable(value: Any, layout: Any) -> Any:
-    """Returns ``value`` unchanged: variables pass their layouts to the plan."""
+    """Returns ``value`` unchanged: the variable itself carries its layout to the plan."""
     return value
 
 
@@ -102,13 +109,13 @@ def _return_as_is(value: Any) -> Any:
 
 
 def _set_distribution(original: Callable[[Any], None], distribution: Any) -> None:
-    """Replaces ``keras.distribution.set_distribution``: the run uses the mesh."""
+    """Replaces ``keras.distribution.set_distribution``: sets the run's mesh from the distribution's device mesh."""
     context = find_running()
     assert context is not None
     if distribution is not None:
         groups, group = _find_mesh(distribution, context)
         if hasattr(distribution, "_layout_map"):
-            context.scoping.dividing_scope_seen = True  # variables that are made from now on may come to lie split
+            context.scoping.dividing_scope_seen = True  # variables created from now on may be sharded
             context.scoping.split_everything |= group > 1
             context.scoping.split_ranks = group if groups > 1 and group > 1 else 0
             if context.rank == 0:
@@ -118,9 +125,9 @@ def _set_distribution(original: Callable[[Any], None], distribution: Any) -> Non
 
 
 def _say_what_fits_nothing(distribution: Any) -> None:
-    """Warns of keys of a LayoutMap that match no variable: Keras treats them as whole paths."""
+    """Warns at the end of the run about keys of a LayoutMap that match no variable, e.g. because of a misspelling."""
     layouts, paths = distribution._layout_map, distribution._whale_paths
-    for key in (key for key in layouts if paths and not key.endswith("output")):  # those are of activations
+    for key in (key for key in layouts if paths and not key.endswith("output")):  # "output" keys are for activations
         one = type(layouts)(layouts.device_mesh)
         one[key] = layouts[key]
         if all(one[path] is None for path in paths):
@@ -129,10 +136,12 @@ def _say_what_fits_nothing(distribution: Any) -> None:
 
 
 def _find_mesh(distribution: Any, context: Context) -> tuple[int, int]:
-    """Returns (size of the batch axis, size of the other one) of a distribution.
+    """Returns (size of the batch axis, size of the other axis) of a distribution's device mesh.
 
     Raises:
-      PlanError: a mesh that does not list all ranks in order, or has several axes that divide tensors.
+      PlanError: the mesh does not list all ranks in order, has several axes besides the batch axis, or has the batch
+        axis
+        last.
     """
     mesh = distribution.device_mesh
     sizes = dict(zip(mesh.axis_names, mesh.shape))
@@ -142,22 +151,22 @@ def _find_mesh(distribution: Any, context: Context) -> tuple[int, int]:
     if list(mesh.devices.flatten()) != list_devices():
         problem = f"the devices {[str(d) for d in mesh.devices.flatten()]}"
     elif len(names) > 1:
-        problem = f"the axes {names} beside the batch's"
+        problem = f"the axes {names} besides the batch axis"
     elif names and rows > 1 and mesh.axis_names.index(names[0]) < mesh.axis_names.index(distribution.batch_dim_name):
-        problem = f"the axis {names[0]!r} before the batch's"
+        problem = f"the axis {names[0]!r} before the batch axis"
     if problem:
         raise PlanError(
             "the device mesh does not fit this run",
             given=problem,
-            expected=f"keras.distribution.list_devices() in order: {list_devices()}; the batch's axis first, and "
-            "one other that is larger than 1",
-            action="make the DeviceMesh of these devices, or start as many ranks as it has",
+            expected=f"the devices of keras.distribution.list_devices() in order: {list_devices()}; the batch axis "
+            "first, and at most one other axis larger than 1",
+            action="create the DeviceMesh from these devices, or start as many ranks as the mesh has devices",
         )
     return rows, sizes[names[0]] if names else 1
 
 
 def _initialize(original: Callable[..., None], variable: Any, value: Any) -> None:
-    """Replaces the creation of the tf.Variable behind a Keras variable: it gets the map's placement."""
+    """Replaces the creation of the tf.Variable behind a Keras variable, and gives it the layout of the LayoutMap."""
     with nullcontext() if variable._shape is None else announce_size(variable._shape, variable._dtype):
         original(variable, value)
     distribution = _find_distribution()
@@ -179,7 +188,7 @@ def _find_distribution() -> Any:
 
 
 def _find_tiles(variable: Any, layout: Any, distribution: Any, context: Context) -> Tiles:
-    """Returns the tiles of a variable with axes such as (None, "model") or ("batch", "model")."""
+    """Returns the tiles of a variable for a layout such as (None, "model") or ("batch", "model")."""
     groups, group = _find_mesh(distribution, context)
     sizes = dict(zip(distribution.device_mesh.axis_names, distribution.device_mesh.shape))
     batch = distribution.batch_dim_name

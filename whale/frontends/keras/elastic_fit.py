@@ -1,9 +1,9 @@
-"""``fit`` in a run that other processes may join: where it is, and how a joining rank takes it up there.
+"""Lets a process join an elastic run in the middle of Keras' ``fit``.
 
-Before each of its calls of the model's step a rank notes the epoch, the step in it, the place in the data, the seeds
-that data were made with, and what callbacks have come to hold. A process that joins waits for this where it calls
-``fit``. It begins with that epoch, leaves out the steps that the others have taken in it, makes its data with the same
-seeds, and gives its callbacks what the others' hold. Variables come with the step.
+Before each training step a rank commits the state of ``fit``: the epoch, the step in the epoch, the position in the
+data, the seeds with which the data were created, and the values in callbacks that have changed. A process that joins
+waits in its own call of ``fit`` for such a state. It then starts with that epoch, skips the steps that the others have
+taken, creates its data with the same seeds, and copies the callbacks' values. Variables are sent with the step.
 
 Decision: 0110.
 """
@@ -32,9 +32,11 @@ from whale.runtime.input.dataset_position import ShardedIterator
 from whale.runtime.input.shuffle_orders import reshuffles
 from whale.started import joins
 
-_COPIED_BYTES = 64 << 10  # of an array that a callback may write into; larger ones, as weights, it replaces
+_COPIED_BYTES = (
+    64 << 10
+)  # arrays up to this size are copied; callbacks replace larger ones (weights), not write to them
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
-_OWN = {"_model", "model", "params", "_params", "verbose"}  # of callbacks: what Keras gives each rank itself
+_OWN = {"_model", "model", "params", "_params", "verbose"}  # callbacks' attributes that Keras sets on each rank
 _OTHER = object()
 _FUNCTION = "function of Keras"
 TRAINING, VALIDATION = "training", "validation"
@@ -49,10 +51,10 @@ _ahead: weakref.WeakKeyDictionary[ElasticHooks, Any] = weakref.WeakKeyDictionary
 
 
 class FitCall:
-    """A call of ``fit``.
+    """Tracks one call of ``fit`` in a run that other processes may join.
 
     Attributes:
-      taken_up: the record of another process from which this call continues; None: it starts from the beginning.
+      taken_up: the state of another rank from which this call continues; None: the call starts from the beginning.
     """
 
     def __init__(self, context: Context, elastic: ElasticHooks, model: Any, arguments: dict[str, Any]) -> None:
@@ -74,7 +76,11 @@ class FitCall:
         self._batches: int | None = None  # of an epoch, where Keras knows that
 
     def find_past(self) -> Any:
-        """Returns the history of this call if the other ranks have already finished it; else None."""
+        """Returns this call's History, without training, if the other ranks finished the call before this process
+        joined.
+
+        Returns None otherwise.
+        """
         if self._told is None or self._told["fit"] <= len(self._done):
             return None
         modules = (c.__module__.partition(".")[0] for c in type(self._model).__mro__)
@@ -86,21 +92,26 @@ class FitCall:
         return history
 
     def end(self) -> None:
-        """Ends the call."""
+        """Records the history of the finished call, for processes that join later."""
         self._done.append((self._model.history.history, self._model.history.epoch))
 
     # -- data
 
     def next_kind(self) -> str:
-        """Returns the kind of the next data that ``fit`` itself reads."""
+        """Returns what ``fit`` reads next: its first data are "training", later ones "validation"."""
         self._read += 1
         return TRAINING if self._read == 1 else VALIDATION
 
     @contextmanager
     def use_common_seeds(self, what: str, again: bool = False) -> Iterator[tuple[bool, bool]]:
-        """Creates data with the seeds of the other ranks inside the context.
+        """Sets the seeds so that data created inside of the context equal those of the other ranks.
 
-        Yields whether they have created these data already, and whether the data are to be created again.
+        Args:
+          what: name of the data.
+          again: whether the data were created before in this call.
+
+        Yields:
+          (whether the other ranks created these data before this process joined, whether to create the data again).
         """
         known = self._asked.get(what) if self.taken_up is not None and not again else None
         now = self._count_seeds()
@@ -115,33 +126,50 @@ class FitCall:
             self._go_to(now)
 
     def note_made(self, kind: str, data: Any, agreed: bool) -> None:
-        """Records that data of this kind were created; ``agreed``: as of ``use_common_seeds``."""
+        """Records a dataset that was created, so that its number of iterations becomes part of the state.
+
+        Args:
+          kind: TRAINING or VALIDATION.
+          data: the dataset.
+          agreed: True if the other ranks created it before this process joined; the first value of
+            ``use_common_seeds``.
+        """
         if isinstance(data, ShardedDataset):
             self._data[kind] = data
             if agreed and self.taken_up is not None:
                 data.begun = self.taken_up["iterations"][kind]
 
     def begin_iteration(self, iterator: Any) -> None:
-        """Records that an iteration over the training data is about to begin."""
+        """Moves the first iterator over the training data to where the other ranks are, if this process has joined
+        them.
+        """
         if not self._placed and self.taken_up is not None and isinstance(iterator, ShardedIterator):
             iterator.go_to(self.taken_up["place"])
             self._placed = True
 
     def read_beside(self, data: Any, context: Context) -> None:
-        """A callback reads data. Their shuffle has gone on to another order then, which a joining rank cannot know."""
+        """Stops admitting processes if a callback reads a dataset that reshuffles at each iteration.
+
+        Reading moves the shuffle on to its next order, which a joining rank could not reproduce.
+        """
         if not isinstance(data, tf.data.Dataset) or not reshuffles(data) or self._elastic in _closed:
             return
         _closed.add(self._elastic)
         if context.rank == 0:
             log.warning(
-                "processes that come are not taken in any more: a callback reads data of which each iteration has "
-                "another order, and a joining rank would read other rows than the rest; evaluate data without a shuffle"
+                "no more processes can join this run: a callback of fit reads a dataset that is shuffled anew in each "
+                "iteration, so a joining rank would read other rows than the rest; evaluate data without a shuffle"
             )
 
     # -- steps
 
     def iterate_steps(self, epochs: Any, numbered: Iterator[Any]) -> Iterator[Any]:
-        """Yields the steps of an epoch, except for those already taken by other ranks."""
+        """Yields the numbered steps of an epoch, except for those that the other ranks took before this process joined.
+
+        Args:
+          epochs: Keras' epoch iterator.
+          numbered: its own (step, iterator) pairs.
+        """
         self._epochs += 1
         told = self.taken_up if self._epochs == 1 else None
         for item in numbered:
@@ -153,7 +181,11 @@ class FitCall:
             yield item
 
     def commit(self, iterator: Any) -> None:
-        """Commits the state of ``fit`` before a step: other processes may join here."""
+        """Commits the state of ``fit`` before a training step; other processes may join here.
+
+        Args:
+          iterator: the iterator over the training data.
+        """
         if self._held_first is None:
             self._held_first = self._list_held()
             if self.taken_up is not None:
@@ -182,7 +214,7 @@ class FitCall:
         self._elastic.commit(pack_state, left)
 
     def _list_held(self) -> list[dict[str, Any]]:
-        """Returns the callbacks' changed values."""
+        """Returns the values in each callback's attributes that can be sent to another process."""
         found = []
         for callback in self._list_callbacks():
             kept = ((name, _keep_value(value)) for name, value in vars(callback).items() if name not in _OWN)
@@ -190,7 +222,7 @@ class FitCall:
         return found
 
     def _list_callbacks(self) -> list[Any]:
-        """Returns the script's callbacks, and the one whose history ``fit`` returns."""
+        """Returns the script's callbacks, and the History that ``fit`` returns."""
         return [*self._callbacks, self._model.history]
 
     def _count_seeds(self) -> dict[str, int]:
@@ -202,13 +234,13 @@ class FitCall:
 
 
 def begin(context: Context, model: Any, arguments: dict[str, Any]) -> FitCall | None:
-    """Begins a call of ``fit`` with these arguments; returns None if no process may join this run.
+    """Returns a FitCall for a call of ``fit`` with these arguments; None if no process may join this run.
 
-    A joining process waits until the others admit it.
+    In a process that joins, waits until the other ranks admit it.
 
     Raises:
-      ProgramError: a process that joins could not find its place in the data.
-      ClusterError: the others are in a loop of the script's.
+      ProgramError: the data are of a kind whose position a joining process cannot find.
+      ClusterError: the other ranks are in a training loop of the script's own, not in ``fit``.
     """
     elastic = context.elastic
     return FitCall(context, elastic, model, arguments) if elastic is not None and elastic.is_keeping_commits else None
@@ -216,7 +248,7 @@ def begin(context: Context, model: Any, arguments: dict[str, Any]) -> FitCall | 
 
 @contextmanager
 def enter(fit: FitCall | None) -> Iterator[None]:
-    """Makes ``find_current`` return this call inside the context."""
+    """Makes ``find_current`` return ``fit`` inside of the context."""
     token = _fit.set(fit)
     try:
         yield
@@ -225,12 +257,15 @@ def enter(fit: FitCall | None) -> Iterator[None]:
 
 
 def find_current() -> FitCall | None:
-    """Returns the present call of ``fit`` in a run that processes may join; None inside nested calls."""
+    """Returns the FitCall that this thread is in; None if no process may join the run, or inside of nested calls."""
     return _fit.get()
 
 
 def _find_told(elastic: ElasticHooks, data: Any, validation: Any) -> dict[str, Any] | None:
-    """Returns, in a process that has joined, the record of another one."""
+    """Returns the state of another rank in a process that has joined the run, otherwise None.
+
+    The first call waits until the other ranks admit this process.
+    """
     if elastic not in _ahead and joins():
         _refuse_unknown(data)
         _refuse_shared(find_whole_dataset(data), find_whole_dataset(validation))
@@ -248,16 +283,17 @@ def _refuse_unknown(data: Any) -> None:
     wrong = next((leaf for leaf in tf.nest.flatten(data) if not hasattr(leaf, "__array__")), None)
     if wrong is not None:
         raise ProgramError(
-            "a process that joins a run has to know which batches of fit the others have had",
-            given=f"data of {type(wrong).__name__}",
+            "a process cannot join fit with this kind of data: it would not know which batches the others have had",
+            given=f"data of type {type(wrong).__name__}",
             expected="a tf.data.Dataset, or arrays",
-            action="make a tf.data.Dataset of it",
+            action="pass fit a tf.data.Dataset, for example by tf.data.Dataset.from_generator",
         )
 
 
 def _refuse_shared(data: Any, validation: Any) -> None:
-    """Refuses datasets shared by training and validation: iterating over one changes the other's shuffle order, which a
-    joining rank cannot reproduce.
+    """Raises a ProgramError if training and validation data contain the same reshuffling dataset.
+
+    Each iteration over one would change the order of the other, and a joining rank could not reproduce this.
     """
     shared = [
         one
@@ -266,22 +302,23 @@ def _refuse_shared(data: Any, validation: Any) -> None:
     ]
     if shared:
         raise ProgramError(
-            "a process that joins a run has to know which batches of fit the others have had",
-            given="validation data that are part of the data trained with, behind the same shuffle",
-            expected="a shuffle of their own, which this is not, or none",
-            action="divide them before shuffling: take and skip first, then shuffle what is trained with",
+            "a process cannot join fit if training and validation data share a shuffle: it would not know which "
+            "batches the others have had",
+            given="validation_data made from the same shuffled dataset as the training data",
+            expected="validation data without a shuffle, or with one of their own",
+            action="split the dataset by take and skip first, and then shuffle the training part",
         )
 
 
 def _list_datasets(dataset: Any) -> list[Any]:
-    """Returns a dataset and all its input datasets."""
+    """Returns a tf.data.Dataset and all datasets that it is made of."""
     if not isinstance(dataset, tf.data.Dataset):
         return []
     return [dataset, *(one for made_of in dataset._inputs() for one in _list_datasets(made_of))]
 
 
 def _keep_value(value: Any) -> Any:
-    """Copies a callback's value; returns `_OTHER` if it cannot be sent to another process."""
+    """Returns a copy of a callback's value that can be sent to another process; `_OTHER` if it cannot be sent."""
     if isinstance(value, _PLAIN) or isinstance(value, np.generic):
         return value
     if isinstance(value, FunctionType) and _find_keras_function(value.__module__, value.__qualname__) is value:
@@ -298,16 +335,19 @@ def _keep_value(value: Any) -> Any:
 
 
 def _restore_value(value: Any) -> Any:
-    """Converts a value from another process to one of this process."""
+    """Returns a value that another process has sent; a function of Keras is looked up by its name."""
     named = value.get(_FUNCTION) if isinstance(value, dict) else None
     return value if named is None else _find_keras_function(*named)
 
 
 def _find_keras_function(module: str, name: str) -> Any:
-    """Returns a function of Keras by its name, as callbacks compare with; None: there is none."""
+    """Returns a function of Keras by module and name; None if there is none.
+
+    Callbacks hold such functions, e.g. ``monitor_op`` of EarlyStopping.
+    """
     return getattr(sys.modules.get(module), name, None) if module.startswith("keras.") else None
 
 
 def _find_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the callback's values that have changed since its process took its first step."""
+    """Returns those values of a callback that have changed since this process took its first step."""
     return {name: value for name, value in now.items() if name not in before or pack(before[name]) != pack(value)}

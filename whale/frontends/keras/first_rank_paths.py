@@ -1,9 +1,9 @@
-"""Reads what the first rank wrote where it wrote it, on ranks that call its place by paths of their own.
+"""Lets all ranks find the files that rank 0 writes, even if each rank has another path for them.
 
-A script that makes up a path in each process (`tempfile.mkdtemp()`, a process number, the time) gives every rank
-another one, and only the first rank writes. The ranks exchange such paths where they are together anyway: when a
-training begins, and when they wait for what the first rank has written. From then on the first rank's path is read, and
-what lies there is linked into the other ranks' folders, for scripts that read files themselves.
+Only rank 0 writes checkpoints and logs. A script that makes up a path in each process, e.g. with `tempfile.mkdtemp()`,
+a process id or the time, has another path on each rank. The ranks exchange these paths when training begins, and when
+they wait for rank 0 to finish writing. From then on they read at rank 0's path. The files are also linked into the
+other ranks' folders, for scripts that open them on their own.
 """
 
 from __future__ import annotations
@@ -30,15 +30,17 @@ _CALLBACKS = {
 
 
 def list_kinds(callback: Any) -> set[str]:
-    """Returns the names of Keras' own classes that a callback is an instance of."""
+    """Returns the names of Keras' own classes that a callback is an instance of, e.g. {"ModelCheckpoint",
+    "Callback"}.
+    """
     return {c.__name__ for c in type(callback).__mro__ if c.__module__.startswith(("keras.", "tf_keras."))}
 
 
 def find_paths(callbacks: Any) -> list[tuple[str, str]]:
-    """Returns (what writes, its path) for Keras' callbacks that write.
+    """Returns (name of the callback class, path) for each of Keras' callbacks that writes files.
 
     Args:
-      callbacks: None, a callback, several, or a list that Keras made of them.
+      callbacks: the argument of ``fit``: None, a callback, a list of them, or a CallbackList.
     """
     given = getattr(callbacks, "callbacks", callbacks)
     found: list[tuple[str, str]] = []
@@ -53,22 +55,23 @@ def find_paths(callbacks: Any) -> list[tuple[str, str]]:
 
 
 def pair_paths(everyone: Sequence[Sequence[tuple[str, str]]], context: Context) -> dict[str, str]:
-    """Pairs the paths of this rank with the first rank's, and says once that they differ, for the first rank of which
-    they do.
+    """Records in ``context.first_paths`` which of this rank's paths stand for which of rank 0's.
+
+    The lowest rank whose paths differ logs a warning, once.
 
     Args:
-      everyone: what each rank's callbacks, or calls, write and where.
+      everyone: for each rank, (what writes, its path) pairs.
 
     Returns:
-      own path -> the first rank's, where they differ on this rank.
+      This rank's path -> rank 0's path, for paths that differ.
     """
     pairs = [_pair(theirs, everyone[0]) for theirs in everyone]
     differs = next((rank for rank, found in enumerate(pairs) if found), None)
     if differs == context.rank and not context.first_paths:
         own, first = next(iter(pairs[differs].items()))
         log.warning(
-            f"rank 0 writes to {first}, and rank {differs} calls that {own}: what rank 0 writes, all ranks read there; "
-            "with a path that is made once for all ranks nothing has to be guessed"
+            f"rank 0 writes to {first}, but the path on rank {differs} is {own}: all ranks will read what rank 0 "
+            "writes; pass the same path on all ranks, for example from an argument of the script"
         )
     mine = pairs[context.rank]
     context.first_paths.update(mine)
@@ -76,12 +79,21 @@ def pair_paths(everyone: Sequence[Sequence[tuple[str, str]]], context: Context) 
 
 
 def have_differed(everyone: Sequence[Sequence[tuple[str, str]]]) -> bool:
-    """Tells whether any rank has paths of its own; equal on all ranks."""
+    """Returns True if any rank has other paths than rank 0; the answer is equal on all ranks.
+
+    Args:
+      everyone: for each rank, (what writes, its path) pairs.
+    """
     return any(_pair(theirs, everyone[0]) for theirs in everyone)
 
 
 def move_backups(callbacks: Any, pairs: Mapping[str, str]) -> None:
-    """Lets each BackupAndRestore of this rank read and write where the first rank's does."""
+    """Makes each BackupAndRestore of this rank use rank 0's folder.
+
+    Args:
+      callbacks: the argument of ``fit``.
+      pairs: this rank's path -> rank 0's path.
+    """
     given = getattr(callbacks, "callbacks", callbacks)
     for callback in given if isinstance(given, (list, tuple)) else [given]:
         if "BackupAndRestore" not in list_kinds(callback) or normalize_path(callback.backup_dir) not in pairs:
@@ -93,10 +105,10 @@ def move_backups(callbacks: Any, pairs: Mapping[str, str]) -> None:
 
 
 def find_first_path(path: str, context: Context) -> str:
-    """Returns where the first rank wrote what this rank calls ``path``; ``path`` if it is no other place.
+    """Returns the path at which rank 0 wrote what this rank calls ``path``; ``path`` itself if they do not differ.
 
     Raises:
-      CheckpointError: nothing is at either place.
+      CheckpointError: there is nothing at either path.
     """
     for own, first in context.first_paths.items():
         if path == own or path.startswith(own + os.sep):
@@ -105,28 +117,31 @@ def find_first_path(path: str, context: Context) -> str:
                 return found
             if not _is_there(path):
                 raise CheckpointError(
-                    "what rank 0 wrote is not to be found on another rank",
+                    f"rank {context.rank} cannot find the files that rank 0 wrote",
                     given=f"rank 0 writes to {found}, rank {context.rank} reads {path}",
                     reason=f"neither exists on {socket.gethostname()}",
                     expected="a path that is the same on all ranks, in a folder that all hosts see",
-                    action="make the path once, for example from an argument of the script, in a shared folder",
+                    action="pass the same path on all ranks, for example from an argument of the script, in a shared "
+                    "folder",
                 )
     return path
 
 
 def link_written(pairs: Iterable[tuple[str, str]]) -> None:
-    """Links what the first rank wrote into this rank's own folders, where nothing is in the way.
+    """Creates symbolic links in this rank's folders to the files that rank 0 wrote; existing files are kept.
 
     Args:
-      pairs: own paths and the first rank's; of patterns such as ``{epoch}.keras`` the part before them counts.
+      pairs: (this rank's path, rank 0's path). Of a pattern such as ``model_{epoch}.keras`` the part before "{" counts.
     """
     for own, first in pairs:
         if not (is_on_disk(own) and is_on_disk(first)):
-            continue  # a store has no links, and what is read there is read by TensorFlow, at the first rank's place
+            continue  # object stores have no links; TensorFlow reads there, at rank 0's path
         try:
             _link(own.partition("{")[0], first.partition("{")[0])
         except OSError as error:
-            log.warning(f"what rank 0 wrote to {first} cannot be linked to {own}: {error.strerror}")
+            log.warning(
+                f"cannot link {own} to {first}, where rank 0 wrote: {error.strerror}; read {first} on all ranks instead"
+            )
 
 
 def _pair(theirs: Sequence[tuple[str, str]], firsts: Sequence[tuple[str, str]]) -> dict[str, str]:
@@ -136,7 +151,7 @@ def _pair(theirs: Sequence[tuple[str, str]], firsts: Sequence[tuple[str, str]]) 
     for (_, own), (_, first) in zip(theirs, firsts):
         if own != first:
             found[own] = first
-            # Files of one name in folders of two names: the folders are meant, with all else in them.
+            # Equal file names in different folders: map the folders, so that other files in them are found too.
             if os.path.basename(own) == os.path.basename(first):
                 found.setdefault(os.path.dirname(own), os.path.dirname(first))
     return found
@@ -155,7 +170,7 @@ def _link(own: str, first: str) -> None:
             continue
         link = os.path.join(own_folder, own_begin + name[len(begin) :])
         if os.path.isfile(link) and not os.path.islink(link) and not os.path.getsize(link):
-            os.remove(link)  # of a NamedTemporaryFile, made for its name
+            os.remove(link)  # the empty file of a NamedTemporaryFile that was created for its name only
         if not os.path.lexists(link):
             os.symlink(os.path.join(folder, name), link)
 

@@ -1,10 +1,11 @@
-"""Runs ``fit``, ``evaluate`` and ``predict`` over the ranks: only one shows progress and writes callbacks' files.
+"""Runs ``fit``, ``evaluate`` and ``predict`` on all ranks, while only rank 0 shows progress and writes callbacks'
+files.
 
-Callbacks run on the other ranks as well: they see the same values and act alike, but write no files. Reading a split
-variable is collective, so a callback that writes is not skipped if its output can be redirected: all ranks then compute
-the same.
+Callbacks run on all ranks, so that they decide alike (EarlyStopping). To read a sharded variable is collective, so a
+callback that writes must not be skipped: on other ranks its files are redirected to a temporary place.
 
-Each call of ``fit`` is followed, so that ranks that do not leave it together hear where they are, and a likely cause.
+While ``fit`` runs, each rank records how far it is. If a rank leaves ``fit`` early, the error on the other ranks says
+where they are, and a likely cause.
 """
 
 from __future__ import annotations
@@ -30,20 +31,20 @@ from whale.runtime.context import Context, find_running
 _DATA = ("x", "validation_data")
 _CACHED = "_use_cached_eval_dataset"  # argument of evaluate where fit calls it
 _CAUSE = (
-    "a callback that stands on one rank only, or decides otherwise there (EarlyStopping, stop_training by the time or "
-    "by a file)"
+    "a callback that only one rank has, or that decides differently there (EarlyStopping, or stop_training set by "
+    "the time or a file)"
 )
-_ACTION = "give every rank the same callbacks; what one rank is to do alone stands inside of one: if wh.rank() == 0"
+_ACTION = "give every rank the same callbacks; put what only one rank is to do inside of a callback: if wh.rank() == 0"
 _current: contextvars.ContextVar[FitProgress | None] = contextvars.ContextVar("_current", default=None)
 
 
 def call_method(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
-    """Runs ``call_fit``, ``evaluate`` or ``predict`` of a model in a run."""
+    """Runs ``evaluate``, ``predict`` or ``fit`` of a model on all ranks; replaces these methods in a run."""
     context = find_running()
     assert context is not None
     given = inspect.signature(original).bind(model, *args, **kwargs)
     finish = _begin_together(original, given, context)
-    # A callback evaluates data beside those of fit; validation data have an order that fit keeps count of.
+    # A callback evaluates other data than fit's. (Of validation data, fit itself counts the iterations.)
     if (around := elastic_fit.find_current()) is not None and _CACHED not in given.arguments.get("kwargs", {}):
         around.read_beside(input_pipeline.find_whole_dataset(given.arguments.get("x")), context)
     with elastic_fit.enter(None):
@@ -53,7 +54,7 @@ def call_method(original: Callable[..., Any], model: Any, *args: Any, **kwargs: 
 
 
 def call_fit(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
-    """Runs ``fit`` of a Keras for which processes may join the run."""
+    """Runs Keras 3's ``fit`` on all ranks, and lets other processes join it if the run is elastic."""
     context = find_running()
     assert context is not None
     given = inspect.signature(original).bind(model, *args, **kwargs)
@@ -74,12 +75,12 @@ def call_fit(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any
 def _begin_together(
     original: Callable[..., Any], given: inspect.BoundArguments, context: Context
 ) -> Callable[[], None]:
-    """Begins a call on all ranks, whose callbacks may write to paths of each rank's own; collective.
+    """Checks that all ranks make the same call, and exchanges the paths to which their callbacks write; collective.
 
     Returns:
-      what ends the call.
+      A function to call at the end, which links rank 0's files into this rank's folders.
     """
-    # The evaluation inside of fit gets fit's callbacks, of which other ranks' write nowhere by now.
+    # The evaluation inside of fit gets fit's callbacks, which are redirected on other ranks already.
     callbacks = None if _CACHED in given.arguments.get("kwargs", {}) else given.arguments.get("callbacks")
     name = original.__name__
     paths = first_rank_paths.find_paths(callbacks)
@@ -112,24 +113,24 @@ def _call_original(original: Callable[..., Any], given: inspect.BoundArguments, 
 
 
 def print_once(original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-    """Replaces ``print_msg`` and ``summary``: only the first rank prints Keras' messages."""
+    """Replaces Keras' ``print_msg`` and ``summary``, so that only rank 0 prints."""
     context = find_running()
     if context is None or kwargs.get("print_fn") is not None or (is_first(context) and context.planning.dry is None):
         original(*args, **kwargs)
 
 
 def is_first(context: Context) -> bool:
-    """Tells whether this process shows progress and writes files."""
+    """Returns True on rank 0, which shows progress and writes files."""
     return context.rank == 0
 
 
 @dataclass
 class FitProgress:
-    """A call of ``fit`` that this rank is in.
+    """Records how far this rank is in a call of ``fit``.
 
     Attributes:
-      call: the call, in words.
-      steps: training steps that it has begun.
+      call: text for messages, e.g. "`fit` of the model 'm' at train.py:12".
+      steps: number of training steps that have begun.
     """
 
     call: str
@@ -137,30 +138,30 @@ class FitProgress:
 
 
 def note_step() -> None:
-    """Notes that the next training step of the current ``fit`` begins."""
+    """Counts a training step of the ``fit`` that this rank is in; called before each step."""
     progress = _current.get()
     if progress is not None:
         progress.steps += 1
 
 
 def _describe_place() -> str:
-    """Returns where in ``fit`` a call is made, in words; "" where it is made outside."""
+    """Returns text such as ", inside of `fit` after 3 steps" for messages; "" outside of ``fit``."""
     progress = _current.get()
     return "" if progress is None else f", inside of `fit` after {_steps(progress.steps)}"
 
 
 @contextmanager
 def _follow_fit(call: str, context: Context) -> Iterator[None]:
-    """Follows a call of ``fit``; at its end, waits until all ranks have come there. Collective between processes.
+    """Counts the steps of a call of ``fit``, and waits at its end until all ranks have left ``fit``; collective.
 
     Args:
-      call: in words.
+      call: text for messages, see ``FitProgress.call``.
 
     Raises:
-      CommError: another rank is still in it, or this one is while another is elsewhere.
+      CommError: another rank is still in ``fit``, or this rank is and another one is elsewhere.
     """
     if not context.has_other_processes or context.elastic is not None:
-        yield  # of ranks that may go and come, each finds out by itself where the others are
+        yield  # in an elastic run ranks may leave and join at any step, so there is nothing to compare
         return
     progress = FitProgress(call)
     token = _current.set(progress)
@@ -186,9 +187,14 @@ def _follow_fit(call: str, context: Context) -> Iterator[None]:
 
 
 def _make_apart_error(error: CommError, place: str) -> CommError:
-    """Returns the error of ranks of which some have left ``fit``, or are elsewhere in it."""
+    """Returns the error for ranks that do not take the same steps of ``fit``.
+
+    Args:
+      error: the error that the exchange raised.
+      place: text that says which rank is where.
+    """
     return CommError(
-        f"{place}, while another rank is elsewhere: a callback may stand on one rank only",
+        f"{place}, while another rank is elsewhere: maybe only one rank has a callback",
         given=error.message,
         **{"likely cause": _CAUSE},
         expected="all ranks take the same steps, and leave `fit` together",
@@ -202,10 +208,11 @@ def _steps(count: int) -> str:
 
 @contextmanager
 def _adapt_for_other_ranks(callbacks: Any) -> Iterator[Any]:
-    """Yields the ``callbacks`` argument for a rank that is not the first; afterwards the callbacks are restored.
+    """Yields the callbacks for a rank other than 0, without those that only show progress, and restores them at the
+    end.
 
     Args:
-      callbacks: None, a callback, several, or a list that Keras made of them earlier in the same call.
+      callbacks: the argument of ``fit``: None, a callback, a list, or a CallbackList, which is not changed.
     """
     if callbacks is None or "CallbackList" in list_kinds(callbacks):
         yield callbacks
@@ -216,7 +223,7 @@ def _adapt_for_other_ranks(callbacks: Any) -> Iterator[Any]:
 
 
 def _redirect(callback: Any, stack: ExitStack) -> bool:
-    """Redirects a callback's files while ``stack`` is open; returns whether it is called at all."""
+    """Redirects a callback's files until ``stack`` is closed; returns False if this rank must not call it at all."""
     for kind, change in _CHANGES.items():
         if kind in list_kinds(callback):
             return change(callback, stack)
@@ -244,9 +251,9 @@ def _leave_out(callback: Any, stack: ExitStack) -> bool:
 
 
 def _adapt_backup(callback: Any, stack: ExitStack) -> bool:
-    """Makes a BackupAndRestore restore as on the first rank, and take part when the first rank saves."""
+    """Makes a BackupAndRestore restore rank 0's backup, and take part in the collective save without writing."""
     path = getattr(callback, "_weights_path", None)
-    if path is None:  # of tf_keras, which writes with a checkpoint manager of its own
+    if path is None:  # tf_keras writes with a checkpoint manager, which init_training_state has replaced
         return True
     _set(callback, "_save_model", lambda: callback.model.save_weights(path), stack)
     _set(callback, "delete_checkpoint", False, stack)
@@ -254,15 +261,15 @@ def _adapt_backup(callback: Any, stack: ExitStack) -> bool:
 
 
 def restore_training(original: Callable[..., None], callback: Any, *args: Any, **kwargs: Any) -> None:
-    """Replaces ``on_train_begin`` of BackupAndRestore: all ranks restore the first rank's backup."""
+    """Replaces ``on_train_begin`` of BackupAndRestore, so that all ranks wait for rank 0's backup and restore it."""
     if (fit := elastic_fit.find_current()) is not None and fit.taken_up is not None:
-        return  # it goes on where the others are
+        return  # this process has joined the run, and continues where the other ranks are
     wait_for_first_rank("the backup of an earlier training")
     original(callback, *args, **kwargs)
 
 
 def init_training_state(original: Callable[..., None], state: Any, *args: Any, **kwargs: Any) -> None:
-    """Replaces the constructor of the state that tf_keras backs up: other ranks write to an unused place."""
+    """Replaces the constructor of tf_keras' WorkerTrainingState, so that other ranks back up to a temporary folder."""
     original(state, *args, **kwargs)
     context = find_running()
     if context is not None and context.rank != 0:
@@ -272,7 +279,7 @@ def init_training_state(original: Callable[..., None], state: Any, *args: Any, *
 
 
 def _set(callback: Any, attribute: str, value: Any, stack: ExitStack) -> None:
-    """Sets an attribute of the callback until ``stack`` is closed."""
+    """Sets an attribute of the callback, and restores it when ``stack`` is closed."""
     own = vars(callback)
     if attribute in own:
         stack.callback(setattr, callback, attribute, own[attribute])

@@ -1,7 +1,6 @@
-"""Reads each rank's rows of every batch from the data passed to Keras.
+"""Makes each rank read its own rows of every batch from the data that a script passes to Keras.
 
-What Keras draws itself in the script's name, as the order of rows, follows from one seed of all ranks
-(``common_seed``).
+If Keras shuffles arrays, all ranks use one seed (``common_seed``), so that they agree on the order of rows.
 """
 
 from __future__ import annotations
@@ -30,16 +29,16 @@ from whale.runtime.input.local_batches import find_first_row, rows_of
 def feed_dataset(
     dataset: Any, context: Context, of_script: bool, again: bool = False, agreed: bool = False
 ) -> FedDataset:
-    """Returns the batches of a dataset for this rank.
+    """Returns an iterable over the batches of a dataset, as this rank passes them to the model's step.
 
     Args:
-      dataset: of global batches, or with ``batch.mode="local"`` of the rank's own.
-      of_script: whether the script created the dataset, so that the cost of reading it is logged.
-      again: whether it is created from the same arrays as an earlier one.
+      dataset: a dataset of global batches; with ``batch.mode="local"``, of this rank's own batches.
+      of_script: whether the script created the dataset, not Keras; then the cost of reading it is logged.
+      again: whether Keras created it a second time from the same arrays, which were compared already.
       agreed: whether the other ranks created it before this process joined them.
 
     Raises:
-      ProgramError: Keras made the dataset of arrays that differ between the ranks.
+      ProgramError: Keras created the dataset from arrays that differ between ranks.
     """
     if not isinstance(dataset, tf.data.Dataset):
         return FedDataset(dataset, False, getattr(dataset, "element_spec", None))
@@ -48,7 +47,7 @@ def feed_dataset(
     batches: Any = dataset
     grows = context.elastic is not None and context.elastic.is_keeping_commits  # where in it a loop is has to be known
     if grows or (context.has_other_processes and not context.has_local_batch and not _needs_whole_batches(context)):
-        # Which rows a rank took of the arrays is not known to the others, who take them when it is gone.
+        # In an elastic run the other ranks read the rows of a rank that is lost, so they have to know which these are.
         kept = of_script or context.elastic is not None
         found = None if kept else _cut_array_batches(dataset, context, again)
         batches = found or ShardedDataset(dataset, context, "row", of_script, agreed)
@@ -57,11 +56,13 @@ def feed_dataset(
 
 @dataclass(frozen=True)
 class FedDataset:
-    """The iterable of a Keras loop; each iteration begins when requested, as over a dataset.
+    """Represents the batches that a loop of Keras iterates over; an iteration begins when it is requested.
 
     Attributes:
-      rows_vary: whether plain Keras would trace a step without knowing the rows of a batch.
-      place: makes an iteration begin at another batch than the first, if needed.
+      batches: a dataset, ShardedDataset, or other iterable.
+      rows_vary: whether plain Keras would trace its step with an unknown batch size.
+      element_spec: specs of the global batches; None for data without specs.
+      place: called with each new iterator; may move it to a later batch.
     """
 
     batches: Any
@@ -79,7 +80,13 @@ class FedDataset:
 
 @dataclass(frozen=True)
 class FedIterator:
-    """One iteration over ``FedDataset``."""
+    """Represents one iteration over a ``FedDataset``.
+
+    Attributes:
+      elements: the iterator over batches.
+      rows_vary: as in ``FedDataset``.
+      element_spec: as in ``FedDataset``; Keras' own iterators have it, too.
+    """
 
     elements: Iterator[Any]
     rows_vary: bool
@@ -93,23 +100,25 @@ class FedIterator:
 
 
 def _needs_whole_batches(context: Context) -> bool:
-    """Tells whether a plan may divide a batch other than by the ranks' rows, so that each rank has to read all of
-    it.
+    """Returns True if each rank has to read whole batches, since a plan may divide them other than by ranks.
+
+    This is the case with stages and with ``mesh.auto_parallel``.
     """
     saved = context.planning.saved is not None and context.planning.saved.needs_whole_batches
     return saved or context.scoping.stages_seen or bool(context.config["mesh.auto_parallel"])
 
 
 def find_whole_dataset(data: Any) -> Any:
-    """Returns the dataset of whole batches behind one passed through ``wh.shard``; other data unchanged."""
+    """Returns the dataset of global batches that was passed to ``wh.shard``; other data are returned unchanged."""
     return data.whole if isinstance(data, ShardedDataset) else data
 
 
 @dataclass(frozen=True)
 class _ArrayBatches:
-    """Batches for which this rank reads only its own rows from the arrays.
+    """Represents batches of arrays, of which this rank reads only its own rows.
 
-    ``dataset`` yields (rows of the whole batch, the rows of this rank).
+    Attributes:
+      dataset: yields (number of rows in the global batch, this rank's rows).
     """
 
     dataset: tf.data.Dataset
@@ -126,10 +135,11 @@ class _ArrayBatches:
 
 
 def _cut_array_batches(dataset: Any, context: Context, again: bool) -> _ArrayBatches | None:
-    """Returns ``dataset`` with only this rank's indices in each batch, if Keras created it from arrays by row indices.
+    """Returns the batches of a dataset that Keras made of arrays, with only this rank's rows read; None for other
+    datasets.
 
-    Keras zips batches of indices with the arrays, and a function takes these rows of each. Other datasets are
-    read whole, and sliced.
+    Keras zips a dataset of row indices with the arrays, and gathers the rows in a map function. Here the indices are
+    cut before this function.
     """
     while type(dataset).__name__ in UNCHANGED:
         dataset = dataset._input_dataset
@@ -161,10 +171,11 @@ def _cut_array_batches(dataset: Any, context: Context, again: bool) -> _ArrayBat
 
 @contextmanager
 def common_seed() -> Iterator[None]:
-    """Sets TensorFlow's global seed, inside, to one that the first rank drew, unless the script has set one.
+    """Sets TensorFlow's global seed, inside of the context, to a seed that rank 0 has drawn, unless the script has set
+    one.
 
-    Random operations without a seed that are made inside then draw the same on every rank. Does nothing where no other
-    process takes part. Not collective.
+    Random ops without a seed, such as Keras' shuffle, then draw the same on every rank. Does nothing if there is only
+    one process. Not collective.
     """
     context = find_running()
     if context is None or context.seeds is None:

@@ -1,9 +1,8 @@
-"""Replaces Keras' methods by Whale's, now or when Keras is imported.
+"""Replaces methods of Keras so that models train over the ranks of a run; Keras may be imported before or after.
 
-Without a run they do the same as Keras' own, so they stay: after ``wh.shutdown`` a model trains as before.
+Without a run the replaced methods do what Keras' own do, so they stay in place after ``wh.shutdown``.
 
-While a run goes on, ranks other than the first show no warning of Keras' and log no record of its loggers: all ranks
-run one program, and so get the same warnings.
+During a run only rank 0 shows Keras' warnings and log records, since all ranks would show the same ones.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ _LOGGERS = ("absl", "tensorflow")  # to which Keras 3 and Keras 2 log
 
 
 def install() -> None:
-    """Changes the Keras that is imported, and any that will be."""
+    """Patches the Keras packages that are imported, and those that will be imported later."""
     _silence_other_ranks()
     change_when_imported(PACKAGES, _patch)
 
@@ -47,35 +46,35 @@ def _patch(package: ModuleType) -> None:
 
 
 def distribute(model: Any) -> Any:
-    """Makes ``fit``, ``evaluate``, ``predict`` and the ``..._on_batch`` of a Keras model run over the ranks.
+    """Makes ``fit``, ``evaluate``, ``predict`` and the ``..._on_batch`` methods of a Keras model run over all ranks.
 
-    They do so for every model after ``wh.init``; this says it where the script should show it, and makes functions anew
-    that the model has from before.
+    After ``wh.init`` this is so for every model; the call only shows it in the script. It also discards functions that
+    the model has compiled before ``wh.init``.
 
     Args:
-      model: a model of Keras 3 with its TensorFlow backend, of tf_keras or of Keras 2.
+      model: a model of Keras 3 with the TensorFlow backend, tf_keras or Keras 2.
 
     Returns:
       ``model``.
 
     Raises:
       ClusterError: called before ``wh.init``.
-      ProgramError: it is no such model, or the ranks of this run train alone.
+      ProgramError: ``model`` is no such model, or the run was started with ``wh.init(solo=True)``.
     """
     if require_current("wh.distribute()").solo:
         raise ProgramError(
-            "wh.distribute in a run whose ranks train alone",
+            "wh.distribute cannot be used in a run whose ranks train alone",
             given="wh.init(solo=True)",
-            expected="a run that distributes what Keras does",
-            action="leave out solo=True, or wh.distribute",
+            expected="wh.init() without solo=True",
+            action="remove solo=True, or the call of wh.distribute",
         )
     install()
     if not all(hasattr(model, name) for name in (*_FUNCTIONS, "make_train_function", "fit")):
         raise ProgramError(
-            "wh.distribute takes Keras models",
-            given=type(model).__name__,
+            "the argument of wh.distribute is not a Keras model",
+            given=f"an object of type {type(model).__name__}",
             expected="a keras.Model, with the TensorFlow backend, or a tf_keras.Model",
-            action="put wh.function around the step of a loop of your own",
+            action="pass a Keras model; for a training loop of your own, decorate its step with wh.function",
         )
     for name in _FUNCTIONS:
         setattr(model, name, None)
@@ -83,11 +82,11 @@ def distribute(model: Any) -> Any:
 
 
 def _silence_other_ranks() -> None:
-    """Has ranks other than the first, while a run goes on, show no warning and log no record of Keras'."""
+    """Hides Keras' warnings and log records on ranks other than 0 during a run."""
     if not hasattr(warnings.showwarning, "_whale_original"):
         warnings.showwarning = _show_first(warnings.showwarning)
     for name in _LOGGERS:
-        logging.getLogger(name).addFilter(_is_logged)  # once, however often it is added
+        logging.getLogger(name).addFilter(_is_logged)  # adding the same filter again has no effect
 
 
 def _show_first(original: Callable[..., None]) -> Callable[..., None]:
@@ -113,7 +112,9 @@ def _is_other_rank() -> bool:
 
 
 def _find_warner() -> str:
-    """Returns the package of whoever called ``warnings.warn``, whatever line the warning is said to be of."""
+    """Returns the package that called ``warnings.warn``, whatever file the warning is attributed to by
+    ``stacklevel``.
+    """
     frame: Any = sys._getframe()
     while frame is not None and frame.f_globals.get("__name__") in (__name__, "warnings", "_py_warnings"):
         frame = frame.f_back

@@ -1,4 +1,4 @@
-"""Patches Keras 2 and tf_keras: models' functions run their steps over the ranks, and epochs read this rank's rows."""
+"""Patches Keras 2 and tf_keras so that models run their steps over the ranks, and read this rank's rows."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from whale.runtime.input.traces import once_in_a_trace
 
 
 def patch_keras2(package: str) -> None:
-    """Replaces methods of ``keras`` or ``tf_keras`` by those below."""
+    """Replaces methods of the package ``keras`` (version 2) or ``tf_keras`` by the functions of this module."""
     training = importlib.import_module(f"{package}.src.engine.training")
     layer = importlib.import_module(f"{package}.src.engine.base_layer").Layer
     data_adapter = importlib.import_module(f"{package}.src.engine.data_adapter")
@@ -103,19 +103,20 @@ def _make_function(
 
 
 def _make_legacy_seed(original: Callable[[Any], Any], generator: Any) -> Any:
-    """Replaces the seed generator's method: a layer with a seed gives the next seed to each operation of a trace."""
+    """Replaces RandomGenerator's method, so that a step that Whale traces again gets the seeds of its first trace."""
     return once_in_a_trace(functools.partial(original, generator))
 
 
 def _begin_epochs(original: Callable[..., None], handler: Any, *args: Any, **kwargs: Any) -> None:
-    """Replaces the data handler's constructor: shuffles without a seed are equal on all ranks."""
+    """Replaces DataHandler's constructor, so that shuffles without a seed are equal on all ranks."""
     with common_seed():
         original(handler, *args, **kwargs)
 
 
 def _configure_dataset(original: Callable[..., Any], handler: Any, *args: Any, **kwargs: Any) -> None:
-    """Returns the batches that a loop of Keras reads; ``distribute=False`` is for adapting layers, equally on all
-    ranks.
+    """Replaces DataHandler's dataset by one of this rank's rows.
+
+    Not if ``distribute=False``: then a layer adapts to the data, which all ranks do with all rows.
     """
     original(handler, *args, **kwargs)
     context = find_running()

@@ -1,4 +1,4 @@
-"""Patches Keras 3: models' functions run their steps over the ranks, and epochs read this rank's rows."""
+"""Patches Keras 3 so that models run their steps over the ranks, and read this rank's rows."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from whale.runtime.context import find_running
 
 
 def patch_keras3() -> None:
-    """Replaces methods of Keras 3 by those below."""
+    """Replaces methods of Keras 3 by the functions of this module."""
     from keras.src.backend.tensorflow import core, trainer
     from keras.src.backend.tensorflow import distribution_lib as backend
     from keras.src.backend.tensorflow.core import Variable
@@ -109,7 +109,10 @@ def _make_predict_function(concat: Callable[..., Any], original: Any, model: Any
 def _compile_loss(
     original: Callable[..., Any], losses: Any, y_true: Any, y_pred: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """Computes the sum of a model's losses; losses of single outputs are averaged as in plain Keras."""
+    """Replaces CompileLoss.call, so that the metrics of single outputs' losses are averaged as in plain Keras.
+
+    If plain Keras would not know the batch size when it traces, it averages these losses over batches, not over rows.
+    """
     if not rows_unknown.get():
         return original(losses, y_true, y_pred, *args, **kwargs)
     if not losses.built:
@@ -128,7 +131,7 @@ def _update_without_rows(update_state: Callable[..., Any], values: Any, sample_w
 
 
 def _begin_epochs(original: Callable[..., None], epochs: Any, *args: Any, **kwargs: Any) -> None:
-    """Replaces the epoch iterator's constructor: shuffles without a seed are equal on all ranks."""
+    """Replaces the epoch iterator's constructor, so that shuffles without a seed are equal on all ranks."""
     fit = elastic_fit.find_current()
     epochs._whale_fit = fit, "" if fit is None else fit.next_kind()
     with _use_common_seeds(epochs, "begun"), common_seed():
@@ -136,19 +139,30 @@ def _begin_epochs(original: Callable[..., None], epochs: Any, *args: Any, **kwar
 
 
 def _use_common_seeds(epochs: Any, what: str, again: bool = False) -> AbstractContextManager[tuple[bool, bool]]:
-    """Creates data as the other ranks did, in a process that has joined: see ``FitCall.use_common_seeds``."""
+    """Returns a context in which data are created with the seeds of the other ranks; see ``FitCall.use_common_seeds``.
+
+    Args:
+      epochs: Keras' epoch iterator.
+      what: "begun" or "read": which of its data are created.
+      again: whether the data were created before.
+    """
     fit, kind = epochs._whale_fit
     return nullcontext((False, again)) if fit is None else fit.use_common_seeds(f"{kind}/{what}", again)
 
 
 def _iterate_steps(original: Callable[[Any], Iterator[Any]], epochs: Any) -> Iterator[Any]:
-    """Yields the numbered steps of an epoch."""
+    """Replaces the epoch iterator's method; yields its steps, without those taken before this process joined the
+    run.
+    """
     fit, kind = epochs._whale_fit
     return fit.iterate_steps(epochs, original(epochs)) if kind == elastic_fit.TRAINING else original(epochs)
 
 
 def _get_iterator(original: Callable[[Any], Any], epochs: Any) -> Any:
-    """Returns the batches of an epoch; a dataset is analysed once, so that a shuffle advances to its next order."""
+    """Returns the batches of an epoch for this rank.
+
+    A dataset of the script's is prepared once, so that its shuffle goes on to another order in each epoch.
+    """
     context = find_running()
     assert context is not None
     known = getattr(epochs, "_whale_fed", None)
@@ -171,6 +185,8 @@ def _get_iterator(original: Callable[[Any], Any], epochs: Any) -> Any:
 
 
 def _is_repeating_order(adapter: Any) -> bool:
-    """Tells whether Keras' dataset would have the same order in each epoch, because of a seed not set by the script."""
+    """Returns True if Keras would shuffle arrays in the same order in each epoch, because Whale has set the global
+    seed.
+    """
     shuffles = type(adapter).__name__ == "ArrayDataAdapter" and adapter._shuffle
     return bool(shuffles) and tf_context.global_seed() is None

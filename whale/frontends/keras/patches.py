@@ -1,4 +1,4 @@
-"""Replaces methods of Keras by Whale's during a run that distributes them; otherwise they are unchanged."""
+"""Replaces methods and functions of Keras; the replacements are only used during a run that distributes Keras."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from whale.runtime.context import find_running
 
 
 def replace_method(kind: type, name: str, new: Callable[..., Any], before: Callable[[Any], None] | None = None) -> None:
-    """Replaces a method: during a run ``new(original, self, ...)`` is called instead of ``kind.name(self, ...)``.
+    """Replaces method ``name`` of a class: during a run ``new(original, self, ...)`` is called instead.
 
     Args:
-      before: without a run, called with the object before the method.
+      before: called with the object before the original method, if no run is active; None: nothing is called.
     """
     setattr(kind, name, _wrap_during_run(getattr(kind, name), new, before))
 
 
 def replace_function(module: Any, name: str, new: Callable[..., Any]) -> None:
-    """Replaces a function, under every name by which Keras offers it: during a run ``new(original, ...)`` runs."""
+    """Replaces a function in all modules of its package: during a run ``new(original, ...)`` is called instead."""
     original = getattr(module, name)
     answering = _wrap_during_run(original, new)
     package = module.__name__.partition(".")[0]

@@ -1,4 +1,4 @@
-"""Saves and loads models in a run: all ranks take part, and the first writes whole values, also of sharded
+"""Saves and loads Keras models in a run: all ranks take part, and rank 0 writes whole values, also of sharded
 variables.
 """
 
@@ -26,7 +26,10 @@ _saving: contextvars.ContextVar[Any] = contextvars.ContextVar("saving", default=
 
 
 def save(original: Callable[..., Any], model: Any, filepath: Any, *args: Any, **kwargs: Any) -> Any:
-    """Replaces the methods that write a model or its weights to ``filepath``."""
+    """Replaces Keras' functions that write a model or its weights; collective.
+
+    On rank 0 calls the original with whole values of all variables; other ranks return None.
+    """
     context = find_running()
     assert context is not None
     if _saving.get() is model or is_exporting.get():
@@ -47,23 +50,23 @@ def save(original: Callable[..., Any], model: Any, filepath: Any, *args: Any, **
 
 
 def load(original: Callable[..., Any], model: Any, filepath: Any, *args: Any, **kwargs: Any) -> Any:
-    """Replaces what reads weights into a model: it runs after the first rank has written them."""
+    """Replaces Keras' functions that read weights into a model; waits until rank 0 has written them."""
     return original(model, find_written(filepath), *args, **kwargs)
 
 
 def load_model(original: Callable[..., Any], filepath: Any, *args: Any, **kwargs: Any) -> Any:
-    """Replaces what reads a model: it runs after the first rank has written it."""
+    """Replaces Keras' functions that read a model; waits until rank 0 has written it."""
     return original(find_written(filepath), *args, **kwargs)
 
 
 def find_written(filepath: Any) -> Any:
-    """Waits for the first rank, if this run has saved to ``filepath`` and no rank has waited since.
+    """Waits until rank 0 has written ``filepath``, if this run has saved there and has not waited since.
 
     Returns:
-      the path to read: the first rank's, where that is another one.
+      The path to read: rank 0's path if it differs from ``filepath``.
 
     Raises:
-      CheckpointError: the first rank wrote to a path that this host does not see.
+      CheckpointError: rank 0 wrote to a path that does not exist on this host.
     """
     context = find_running()
     if context is None or not isinstance(filepath, (str, os.PathLike)):
@@ -76,10 +79,10 @@ def find_written(filepath: Any) -> Any:
 
 
 def wait_for_first_rank(what: str) -> None:
-    """Waits until the first rank has finished writing; collective.
+    """Waits until rank 0 has finished writing; collective.
 
     Args:
-      what: what the ranks wait for, for the message if a rank does not arrive.
+      what: what the ranks wait for, for the error if another rank does not come.
     """
     context = find_running()
     assert context is not None
@@ -93,13 +96,13 @@ def wait_for_first_rank(what: str) -> None:
 
 
 def describe_call(function: str, model: Any) -> str:
-    """Describes a call of a model's function in words."""
+    """Returns text for messages: "`fit` of the model 'sequential' at train.py:12"."""
     line = find_script_line()
     return f"`{function}` of the model {model.name!r}" + (f" at {line}" if line else "")
 
 
 def _list_variables(model: Any) -> list[Any]:
-    """Returns the variables of a model and its optimizer, or wrappers of them."""
+    """Returns the variables of a model and of its optimizer."""
     found = list(model.variables)
     optimizer = getattr(model, "optimizer", None)
     if optimizer is not None:

@@ -1,6 +1,7 @@
-"""Implements the callables of Keras for a batch: the model's step as a ``wh.function`` of the batch's tensors.
+"""Turns the train, test and predict steps of a Keras model into ``wh.function`` steps, and layers into scopes.
 
-In every step each layer runs in the Whale scope in which it was created, or called to build a functional model.
+When a step is traced, each layer runs in the Whale scope (``wh.stage``, ``wh.split``) in which the script created it,
+or called it to build a functional model.
 
 Decision: 0062.
 """
@@ -35,16 +36,16 @@ _PATH = "_whale_path"  # of a layer: the path of its scope
 
 
 class BatchStep:
-    """A step over batches of one or several structures; for each it is a ``wh.function`` of the tensors.
+    """Runs a model's step on a batch, by one ``wh.function`` of the batch's tensors for each structure of batches.
 
-    Flattening a nested batch in every call would cost more than calling the step.
+    To pass nested batches to a ``wh.function`` would cost more than the call of the step.
 
     Args:
-      name: used in plans and messages.
+      name: name of the step in plans and messages.
       step: takes a batch, returns a structure of tensors.
-      jit_compile: whether the step asks for XLA.
-      autograph: whether layers' Python control flow over tensors is rewritten, as in this Keras; that of its own
-        steps, and of steps that override these, never is.
+      jit_compile: whether XLA compiles the step.
+      autograph: whether AutoGraph converts the Python code of layers, as this version of Keras does. The code of Keras'
+        own steps, and of overridden ones, is never converted.
     """
 
     def __init__(self, name: str, step: Callable[[Any], Any], jit_compile: bool, autograph: bool) -> None:
@@ -56,11 +57,13 @@ class BatchStep:
         self._latest: tuple[Any, Hashable] = (None, None)  # what iterators yield, and the trace for it
 
     def trace(self, batches: Any, slot: int = 0) -> tuple[Hashable, int]:
-        """Returns which of its traces plain Keras would use.
+        """Returns which of its traces plain Keras would use for these batches, as (key of the trace, ``slot``).
+
+        Random ops count their seeds per trace, so that Whale has to tell traces apart to draw the same numbers.
 
         Args:
-          batches: the argument of its function: an iterator with element types, or one or several batches.
-          slot: position of the step among those that the trace runs.
+          batches: the argument of Keras' function: an iterator with an ``element_spec``, or one or several batches.
+          slot: index of the step among those that one trace of plain Keras runs (steps_per_execution).
         """
         specs = getattr(batches, "element_spec", None)
         if specs is not None and specs is self._latest[0]:
@@ -73,12 +76,13 @@ class BatchStep:
     def __call__(
         self, batch: Any, rows_vary: bool = False, trace: tuple[Hashable, int] | None = None, goes_on: bool = False
     ) -> Any:
-        """Takes the step; collective.
+        """Runs the step on a batch; collective.
 
         Args:
-          rows_vary: whether plain Keras would have traced it without knowing the rows of a batch.
-          trace: the one that plain Keras would take, in which random streams go on, and the slot.
-          goes_on: whether plain Keras has the slot behind the one before it in the same graph.
+          rows_vary: whether plain Keras would trace the step with an unknown batch size.
+          trace: the result of ``trace``; None: no trace of plain Keras to follow.
+          goes_on: whether plain Keras has this slot in the same graph as the slot before, so that its random ops count
+            on.
         """
         leaves = [None if isinstance(leaf, tf.experimental.Optional) else leaf for leaf in tf.nest.flatten(batch)]
         present = tuple([leaf is not None for leaf in leaves])
@@ -132,44 +136,47 @@ def _has_same_structure(one: Any, other: Any) -> bool:
 
 
 def list_named_parts(structure: Any) -> list[tuple[str, Any]]:
-    """Returns (name, leaf) in the order of tf.nest.flatten: x, y and sample_weight, with keys and positions
-    appended.
+    """Returns (name, leaf) for each leaf of a batch, in the order of tf.nest.flatten.
+
+    The names begin with "x", "y" and "sample_weight"; dict keys and positions follow: "x_image", "y_0".
     """
     parts = structure if isinstance(structure, tuple) and len(structure) <= len(_PARTS) else (structure,)
     return [leaf for name, part in zip(_PARTS, parts) for leaf in list_named_leaves(name, part)]
 
 
 def find_new_run(model: Any, name: str, made_now: Any, force: bool) -> Context | None:
-    """Returns the run for which the function ``name`` of a model has to be created; None: the present one is valid.
+    """Returns the run for which a model's function has to be created; None if the present function is valid.
 
     Args:
-      made_now: the model's function; None where it has none.
+      name: "train_function", "test_function" or "predict_function".
+      made_now: the model's present function; None if it has none.
+      force: whether to create it in any case.
 
     Raises:
-      ProgramError: the model asks for something that has no distributed form.
+      ProgramError: the model runs eagerly, or was created for a tf.distribute strategy.
     """
     context = find_running()
     assert context is not None
     if made_now is not None and not force and not _is_made_by_keras(made_now):
         made_for = getattr(made_now, "_whale_run", None)  # one that the user made serves every run
-        if made_for is None or made_for() is context:
+        if made_for is None or made_for() is context:  # None: made by the user
             return None
     if model.run_eagerly:
         raise ProgramError(
             "a model that runs eagerly cannot be distributed",
             op=f"{type(model).__name__}.{name}",
             given="run_eagerly=True, or tf.config.run_functions_eagerly(True)",
-            expected="a step that TensorFlow makes a graph of, which is what Whale divides",
-            action="compile the model without run_eagerly; to look into a step, run the script alone without wh.init()",
+            expected="a step that TensorFlow traces to a graph, since Whale distributes graphs",
+            action="compile the model without run_eagerly; to debug a step eagerly, run the script without wh.init()",
         )
     strategy = model.distribute_strategy
     if not type(strategy).__name__.startswith("_DefaultDistribution"):
         raise ProgramError(
-            "a model was made for a tf.distribute strategy, and Whale distributes it too",
+            "a model was created in the scope of a tf.distribute strategy, and cannot be distributed by Whale as well",
             op=f"{type(model).__name__}.{name}",
-            given=type(strategy).__name__,
-            expected="a model as for one device",
-            action="use wh.Strategy() in its place, or leave the strategy's scope out",
+            given=f"a model created under {type(strategy).__name__}",
+            expected="a model created without a strategy, or under wh.Strategy()",
+            action="use wh.Strategy() instead, or remove the strategy's scope",
         )
     return context
 
@@ -181,25 +188,25 @@ def mark_for_run(function: Any, context: Context) -> Any:
 
 
 def forget_ended(model: Any, name: str) -> None:
-    """Removes a model's function ``name`` if it belongs to a run that is over, so that it is created again."""
+    """Removes a model's function ``name`` if it belongs to a run that has ended, so that Keras creates it again."""
     if hasattr(getattr(model, name, None), "_whale_run"):
         setattr(model, name, None)
 
 
 def _is_made_by_keras(made: Any) -> bool:
-    """Tells whether Keras created a function, before the run began, or inside ``wh.function``."""
+    """Returns True if Keras itself created the function, e.g. before ``wh.init``."""
     python = getattr(made, "_python_function", getattr(made, "python_function", made))
     return str(getattr(python, "__module__", "")).startswith(("keras.", "tf_keras."))
 
 
 def init_layer(original: Callable[..., Any], layer: Any, *args: Any, **kwargs: Any) -> None:
-    """Replaces a layer's ``__init__``: the layer remembers the open scope."""
+    """Replaces a layer's ``__init__``: records the scope in which the layer is created."""
     _remember(layer, _find_running())
     original(layer, *args, **kwargs)
 
 
 def call_layer(original: Callable[..., Any], layer: Any, *args: Any, **kwargs: Any) -> Any:
-    """Replaces a layer's ``__call__``: in a step, the layer runs in its scope."""
+    """Replaces a layer's ``__call__``: in a traced step, the layer runs in the scope that was recorded for it."""
     context = _find_running()
     if not capturing.get():
         _remember(layer, context)
@@ -212,10 +219,10 @@ def call_layer(original: Callable[..., Any], layer: Any, *args: Any, **kwargs: A
 
 
 def enter_name_scope(original: Callable[..., Any], scope: Any) -> Any:
-    """Replaces entering a name scope of Keras 3, so that operations are named by the layer's path, like variables.
+    """Replaces ``name_scope.__enter__`` of Keras 3, so that operations have the same name scopes as variables.
 
-    TensorFlow would number a scope that is entered again, and Keras enters most of them twice; ``wh.annotate`` could
-    not tell the second scope of `dense` from a layer `dense_1`.
+    Keras enters most name scopes twice, and TensorFlow appends a number the second time. ``wh.annotate`` could then not
+    tell the second scope of a layer `dense` from a layer `dense_1`.
     """
     if capturing.get() and _find_running().scoping.annotations:
         from keras.src.backend.common.name_scope import current_path

@@ -1,1 +1,1 @@
-"""Implements `wh.losses` and `wh.layers` for giant models in plain TensorFlow: on one device they compute the same."""
+"""Implements `wh.losses` and `wh.layers` for giant models in plain TensorFlow, so that they also run on one device."""

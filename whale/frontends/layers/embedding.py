@@ -1,12 +1,12 @@
-"""Implements ``wh.layers.Embedding``: a table of rows by ids, one row for each id or one for each bag of ids.
+"""Implements ``wh.layers.Embedding``, a table with one row per id, for single ids or for bags of ids.
 
-The layer enters ``wh.split`` itself where a run has begun. Bags are dense inside: [batch, k] ids of which some are
-absent (negative), so that shapes are known, and what is divided is what any lookup's rows are. Which slot an id has is
-in ``whale.frontends.layers.vocabulary``.
+In a run the layer enters ``wh.split`` itself, so that the table is sharded. Internally bags are dense: ids [batch, k],
+in which negative ids are absent, so that shapes are static. ``whale.frontends.layers.vocabulary`` assigns slots to ids
+of a dynamic table.
 
-Rows that nearly every part of a batch uses may be hot: with a skewed access pattern the ranks that have them send most
-of the traffic. If they are replicated, their gradients are all-reduced, which costs all ranks the same. ``hot_ids``
-finds, from a sample of batches, the rows for which it pays.
+A row that nearly every rank uses in each batch costs its owner most of the traffic. Such hot rows can be replicated on
+every rank; then their gradients are all-reduced, at an equal cost for all ranks. ``hot_ids`` finds in a sample of
+batches the rows for which this pays.
 
 Decisions: 0112, 0118, 0122.
 """
@@ -30,14 +30,20 @@ from whale.runtime.variables.in_files import keep_in_files
 _ARGUMENTS = "input_dim output_dim combiner max_ids sharded evict folder hot"
 _HASHES = (1 << 63) - 1
 _COMBINERS = (None, "sum", "mean", "sqrtn")
-_SHARDED = {None: None, "rows": 0, "columns": -1}  # the dimension of what is looked up that is divided
+_SHARDED = {None: None, "rows": 0, "columns": -1}  # which dimension of the table is sharded
 
-# Of `add_weight`: what is looked up is rounded, not the table.
+# Arguments of `add_weight` that keep the table in its own dtype under mixed precision; only looked-up rows are cast.
 NEVER_ROUNDED: dict[str, Any] = {"autocast" if hasattr(tf.keras, "ops") else "experimental_autocast": False}
 
 
 class _Bags(NamedTuple):
-    """The bags of a lookup: ids [..., k], whether each is present, and weights [..., k] or None."""
+    """Holds the inputs of a lookup in dense form.
+
+    Attributes:
+      ids: [..., k].
+      present: bool [..., k]; False where the bag has fewer than k ids.
+      weights: [..., k]; None: each id has weight 1.
+    """
 
     ids: tf.Tensor
     present: tf.Tensor
@@ -45,43 +51,49 @@ class _Bags(NamedTuple):
 
 
 class Embedding(tf.keras.layers.Layer):  # type: ignore[misc]
-    """A layer that returns rows of a table [input_dim, output_dim] by their ids.
+    """Looks up rows of a table [input_dim, output_dim] by ids, with the table sharded over the ranks of a run.
 
-    Over ranks the table is sharded: by rows each rank asks the others for rows by ids, by columns it has a part of each
-    row. Layers of one step exchange together. Without a combiner each id gives a row: ids [...] -> [..., output_dim].
-    With one, the ids of a bag give one row:
+    If the table is sharded by rows, ranks exchange ids and rows; if by columns, each rank has a part of each row.
+    Lookups of several layers in a step are exchanged together.
 
-    * dense [batch, ..., k]; negative ids are absent;
-    * ``tf.RaggedTensor`` or ``tf.SparseTensor`` [batch, k]; ``max_ids`` says k where the shape does not.
+    Without a combiner each id gives one row: ids [...] -> [..., output_dim]. With a combiner, each bag of ids gives one
+    row. Bags are given as
 
-    Weights have the form of the ids. As in ``tf.nn.embedding_lookup_sparse``, "sum" adds up weight * row, "mean"
-    divides this by the sum of the weights, "sqrtn" by the root of the sum of their squares. A bag without ids gives
+    * a dense tensor [batch, ..., k], in which negative ids are absent;
+    * a ``tf.RaggedTensor`` or ``tf.SparseTensor`` [batch, k]; ``max_ids`` gives k if the shape does not.
+
+    Weights have the same form as ids. As in ``tf.nn.embedding_lookup_sparse``, "sum" adds up weight * row, "mean"
+    divides this by the sum of the weights, and "sqrtn" by the root of the sum of their squares. A bag without ids gives
     zeros.
 
-    A ``dynamic`` table has slots in place of rows. Any int64 is an id, or any string (63 bits of its hash, that is); -1
-    and "" are absent. In training an id without a slot is given one, whose row is drawn anew (the same whenever the
-    id is admitted), and the id that was used longest ago, or least often, loses its slot when there is no other. Ids
-    that find none, as new ones do outside of training, share a last row. Slots follow from the batches alone: with any
-    number of ranks they are the same. ``wh.optimizers.lazy`` makes an optimizer begin anew with a slot's new id.
+    A ``dynamic`` table takes any int64 as an id, or any string, of which it uses a 63-bit hash; -1 and "" are absent.
+    Its rows are slots. In training an id without a slot gets one, with a new initial row, which is the same whenever
+    the id is admitted. If no slot is free, the id that was used longest ago, or least often, loses its slot. Ids that
+    get no slot, and unknown ids outside of training, share one last row. Slots depend on the batches only, not on the
+    number of ranks. ``wh.optimizers.lazy`` makes an optimizer reset its state for a slot that gets a new id.
 
     Args:
-      input_dim, output_dim: rows of the table, and columns. Slots of a dynamic one are rounded up to a multiple of 32.
+      input_dim: number of rows; for a dynamic table number of slots, rounded up to a multiple of 32.
+      output_dim: number of columns.
       combiner: None, "sum", "mean" or "sqrtn".
-      max_ids: ids of the largest bag of ragged or sparse inputs; more are an error.
-      sharded: "rows", "columns", "whole" (on every rank), or None: rows or columns, whichever costs less. What
-        a dynamic table writes to its rows needs columns, or the whole table.
-      embeddings_initializer: of the table; of a dynamic one uniform, zeros or a constant.
-      dynamic: whether ids are given slots.
-      evict: who makes room: "lru" (last used longest ago) or "lfu" (used least often).
-      folder: of a local disk; over ranks a sharded table, and a lazy optimizer's state of its shape, lie in files there
-        instead of memory.
-      hot: ids whose rows lie on every rank (``wh.layers.hot_ids`` finds them), or how many of the first rows do: their
-        gradients are all-reduced, and the ids are not sent. The other rows lie by rows. They are `hot_rows`, of ids
-        `hot_ids`, which a checkpoint brings along; the rows of these ids in `embeddings` are not used. A lazy
-        optimizer changes all of them in each step.
+      max_ids: largest number of ids in a bag of ragged or sparse inputs; a larger bag is an error.
+      sharded: "rows", "columns", "whole" (every rank has the table), or None: rows or columns, whichever costs less. A
+        dynamic table cannot be sharded by rows, since it writes to its rows.
+      embeddings_initializer: initializer of the table; for a dynamic table uniform, zeros or a constant.
+      dynamic: whether ids are assigned to slots.
+      evict: which id loses its slot: "lru" (used longest ago) or "lfu" (used least often).
+      folder: a folder on a local disk. In a run with several ranks, a sharded table, and the state of a lazy optimizer
+        for
+        it, are then stored in files there instead of memory.
+      hot: ids whose rows every rank has (see ``wh.layers.hot_ids``), or a number n for the first n rows. Their
+        gradients
+        are all-reduced and the ids are not sent; the other rows are sharded by rows. The hot rows are the variable
+        `hot_rows`, their ids the variable `hot_ids`, both saved in checkpoints; the same rows in `embeddings` are
+          unused. A
+        lazy optimizer updates all hot rows in each step.
 
     Raises:
-      ProgramError: arguments or inputs that fit no table.
+      ProgramError: the arguments contradict each other, or inputs do not fit them.
     """
 
     def __init__(
@@ -106,12 +118,12 @@ class Embedding(tf.keras.layers.Layer):  # type: ignore[misc]
         self.vocabulary: Vocabulary | None = None
 
     def build(self, inputs_shape: Any = None, weights_shape: Any = None) -> None:
-        """Makes the table."""
+        """Creates the variables of the layer."""
         rows = self.input_dim
         if self.grows:
             self.vocabulary = Vocabulary(self._add_slots, self.input_dim, self.evict)
             rows = self.vocabulary.slots + 1
-        with self._enter_table_scope():  # a run then makes the parts only
+        with self._enter_table_scope():  # in a run, each rank then creates its part only
             self.embeddings = self.add_weight(
                 name="embeddings",
                 shape=(rows, self.output_dim),
@@ -119,7 +131,7 @@ class Embedding(tf.keras.layers.Layer):  # type: ignore[misc]
                 **NEVER_ROUNDED,
             )
         if self.hot is not None:
-            ids = np.sort(np.asarray(self.hot, np.int64))  # a variable: a checkpoint's rows come with their own
+            ids = np.sort(np.asarray(self.hot, np.int64))  # in a variable, so that a checkpoint restores ids with rows
             self.hot_ids = self._add_state("hot_ids", ids.shape, "int64", ids)
             self.hot_rows = self.add_weight(
                 name="hot_rows",
@@ -145,7 +157,13 @@ class Embedding(tf.keras.layers.Layer):  # type: ignore[misc]
         return self.add_weight(name=name, shape=shape, dtype=dtype, initializer=make_initial, trainable=False)
 
     def call(self, inputs: Any, weights: Any = None, training: bool | None = None) -> tf.Tensor:
-        """Returns a row for each id, or for each bag."""
+        """Returns one row per id, or one per bag if there is a combiner.
+
+        Args:
+          inputs: ids: a dense tensor, a RaggedTensor or a SparseTensor.
+          weights: weights of the ids, in the same form; None: 1 for each id.
+          training: whether a dynamic table gives slots to new ids.
+        """
         _check(weights is None or self.combiner is not None, "weights", "a combiner, where there are weights")
         with _enter_scope(replica):
             bags = self._read_bags(inputs, weights)
@@ -214,12 +232,14 @@ class Embedding(tf.keras.layers.Layer):  # type: ignore[misc]
         return split(dim=_SHARDED[sharded]) if find_running() is not None else nullcontext()
 
     def compute_output_shape(self, inputs_shape: Any, weights_shape: Any = None) -> Any:
-        """Returns the shape of the ids (of bags, without their last dimension) with ``output_dim`` as one size more."""
+        """Returns the shape of the ids with ``output_dim`` appended; with a combiner the last dimension of the ids is
+        dropped.
+        """
         lead = tuple(inputs_shape) if self.combiner is None else tuple(inputs_shape)[:-1]
         return (*lead, self.output_dim)
 
     def get_config(self) -> dict[str, Any]:
-        """Returns the arguments."""
+        """Returns the constructor's arguments, for Keras' serialization."""
         mine = {name: getattr(self, name) for name in _ARGUMENTS.split()}
         start = tf.keras.initializers.serialize(self.embeddings_initializer)
         # Keras 2 has an attribute `dynamic` of its own, and an argument, which it saves.
@@ -227,7 +247,11 @@ class Embedding(tf.keras.layers.Layer):  # type: ignore[misc]
 
 
 def _combine(rows: tf.Tensor, bags: _Bags, combiner: str) -> tf.Tensor:
-    """Combines rows of bags [..., k, width] to [..., width]."""
+    """Combines the rows of each bag: [..., k, width] -> [..., width].
+
+    Args:
+      combiner: "sum", "mean" or "sqrtn".
+    """
     present = tf.cast(bags.present, rows.dtype)
     weights = present if bags.weights is None else present * bags.weights
     found = tf.reduce_sum(rows * weights[..., None], -2)
@@ -238,7 +262,11 @@ def _combine(rows: tf.Tensor, bags: _Bags, combiner: str) -> tf.Tensor:
 
 
 def _find_row_range(initializer: Any) -> tuple[float, float]:
-    """Returns the lowest and the highest value with which rows of new ids begin."""
+    """Returns the (lowest, highest) value in an initial row of a dynamic table.
+
+    Raises:
+      ProgramError: the initializer is not uniform, zeros, ones or constant.
+    """
     found = initializer.get_config()
     if {"minval", "maxval"} <= set(found):
         return float(found["minval"]), float(found["maxval"])
@@ -256,24 +284,31 @@ def _enter_scope(kind: Any) -> AbstractContextManager[Any]:
 
 def _check(good: bool, given: str, expected: str) -> None:
     if not good:
-        raise ProgramError("the arguments describe no valid table", given=given, expected=expected, action="change it")
+        raise ProgramError(
+            "wh.layers.Embedding does not accept these arguments or inputs",
+            given=given,
+            expected=expected,
+            action="correct the arguments of the layer, or its inputs",
+        )
 
 
 def hot_ids(batches: Iterable[Any], ranks: int, *, count: int | None = None) -> list[int]:
-    """Finds the ids whose rows are better on every rank, from a sample of batches; those used most come first.
+    """Returns the ids whose rows should be on every rank, found in a sample of batches; the most used ones come first.
 
-    The owner of a row sends it to each other rank whose part of a batch has its id, and gets as many gradients. An
-    all-reduce has each rank send 2 (ranks - 1) / ranks of a row and get as much. So the busiest rank has less to do
-    where more than two parts of a batch have the id, on average; on two ranks that is no row.
+    A rank that owns a row sends the row to each other rank that has the id in its part of the batch, and receives as
+    many gradients. With an all-reduce of the gradient, each rank sends and receives 2 (ranks - 1) / ranks rows instead.
+    So the busiest rank has less to do if on average more than two parts of a batch have the id. With two ranks no id is
+    hot.
 
     Args:
-      batches: ids of the table [batch, ...] as arrays; negative ones are absent.
-      ranks: among which a batch is divided.
-      count: as many of the ids that most parts of batches have, whether the exchange pays or not: rows that
-        accelerators have room for, beside a table in their hosts' memory (``memory.offload="tables"``).
+      batches: integer arrays of ids [batch, ...]; negative ids are absent.
+      ranks: number of ranks over which a batch is divided.
+      count: if given, returns this number of the most used ids, whether replication pays or not. E.g. as many rows as
+        fit
+        on the accelerators, while the table is in host memory (``memory.offload="tables"``).
 
     Raises:
-      ProgramError: there is no batch, or one has fewer rows than ranks.
+      ProgramError: there is no batch, a batch has fewer rows than there are ranks, or it does not hold integers.
     """
     asked: Counter[int] = Counter()
     seen = 0
@@ -281,31 +316,37 @@ def hot_ids(batches: Iterable[Any], ranks: int, *, count: int | None = None) -> 
         ids = np.asarray(batch)
         if ids.ndim == 0 or len(ids) < ranks or not np.issubdtype(ids.dtype, np.integer):
             raise ProgramError(
-                "no batch of ids",
-                given=f"{ids.dtype}{list(ids.shape)}, {ranks} ranks",
-                expected="integers [batch, ...] with a row for each rank",
-                action="give batches as large as in training",
+                "wh.layers.hot_ids needs batches of integer ids that can be divided over the ranks",
+                given=f"an array {ids.dtype}{list(ids.shape)} for {ranks} ranks",
+                expected=f"integers [batch, ...] with {ranks} rows or more",
+                action="pass batches of ids as large as the global batches of training",
             )
         seen += 1
         for part in np.array_split(ids, ranks):
             asked.update(np.unique(part[part >= 0]).tolist())
     if not seen:
         raise ProgramError(
-            "no batch of ids", given="none", expected="a sample of batches", action="give batches as in training"
+            "wh.layers.hot_ids needs at least one batch of ids",
+            given="no batches",
+            expected="a sample of batches",
+            action="pass batches of ids as in training",
         )
     by_use = sorted(asked.items(), key=lambda item: (-item[1], item[0]))
     return [i for i, times in by_use if times > 2 * seen] if count is None else [i for i, _ in by_use[:count]]
 
 
 def _look_up(hot_ids: tf.Variable, hot_rows: tf.Variable, ids: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
-    """Looks up ids [n] among the hot ones.
+    """Looks up ids [n] among the hot ids.
 
     Args:
-      hot_ids: sorted [k]; hot_rows: their rows [k, width].
+      hot_ids: the hot ids, sorted, [k].
+      hot_rows: their rows, [k, width].
+      ids: the ids of the batch, [n].
 
     Returns:
-      (hot rows of the ids [n, width], with any row for an id that is not hot; whether each id is hot; ids for the
-      table's other rows, where one id replaces all hot ones).
+      (rows [n, width], of any content where an id is not hot; bool [n]: whether each id is hot; ids [n] to look up in
+        the
+      sharded table, where one hot id stands in for all hot ids, so that few rows are exchanged for them).
     """
     count, width = hot_rows.shape
     known = tf.cast(tf.convert_to_tensor(hot_ids), ids.dtype)
@@ -317,7 +358,7 @@ def _look_up(hot_ids: tf.Variable, hot_rows: tf.Variable, ids: tf.Tensor) -> tup
 
 
 def _make_like(initializer: Any) -> Any:
-    """Returns an initializer of the same kind with other random numbers, so that hot rows differ from other rows."""
+    """Returns a copy of an initializer with another seed, so that hot rows differ from the table's rows."""
     if not hasattr(initializer, "get_config"):
         return initializer
     config = initializer.get_config()
@@ -327,19 +368,23 @@ def _make_like(initializer: Any) -> Any:
 
 
 def _check_hot(hot: Any, rows: int) -> list[int] | None:
-    """Checks a layer's argument ``hot`` (ids of a table of so many rows, or how many of the first) and returns the ids.
+    """Returns the list of hot ids that the argument ``hot`` stands for; None if it is None.
+
+    Args:
+      hot: ids, or a number n for the ids 0 to n - 1.
+      rows: number of rows of the table.
 
     Raises:
-      ProgramError: it names no such rows.
+      ProgramError: an id is no row of the table or occurs twice, or no row would be left that is not hot.
     """
     if hot is None:
         return None
     ids = list(range(hot)) if isinstance(hot, int) else [int(i) for i in hot]
     if not 0 < len(ids) < rows or len(set(ids)) < len(ids) or min(ids) < 0 or max(ids) >= rows:
         raise ProgramError(
-            "the arguments describe no valid table",
-            given=f"hot={hot!r:.80} of {rows} rows",
-            expected="some of the rows' numbers, each once, or how many of the first rows",
-            action="change it",
+            "wh.layers.Embedding does not accept this value of hot",
+            given=f"hot={hot!r:.80} for a table of {rows} rows",
+            expected=f"different ids from 0 to {rows - 1}, but not all of them; or a number from 1 to {rows - 1}",
+            action="correct hot; wh.layers.hot_ids finds ids for which it pays",
         )
     return ids

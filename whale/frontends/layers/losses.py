@@ -1,7 +1,7 @@
-"""Computes losses, and top-k accuracy, over classes that ``wh.split`` divides.
+"""Computes losses and top-k accuracy over very many classes, which ``wh.split`` shards.
 
-All of them are plain TensorFlow. Under ``with wh.split():`` they gather neither logits nor weights: only
-features, labels, and some numbers for each row are communicated.
+The functions are plain TensorFlow. Under ``with wh.split():`` neither logits nor weights are gathered; ranks exchange
+only features, labels, and a few numbers per row.
 """
 
 from __future__ import annotations
@@ -21,11 +21,15 @@ def arcface(
     features: tf.Tensor, weights: Any, labels: tf.Tensor,
     margin: float = 0.5, scale: float = 64.0, label_smoothing: float = 0.0,
 ) -> tf.Tensor:  # fmt: skip
-    """Returns the additive angular margin loss of each row (Deng et al., "ArcFace", 2019).
+    """Returns the additive angular margin loss of each row, [rows] (Deng et al., "ArcFace", 2019).
 
     Args:
-      features: [rows, width]; weights: [width, classes]; both are normalised here.
-      labels: [rows], numbers of classes.
+      features: [rows, width], normalised here.
+      weights: [width, classes], normalised here.
+      labels: class indices, [rows].
+      margin: angle in radians that is added to the angle between a row and its class.
+      scale: factor on the cosines before the softmax.
+      label_smoothing: share of the loss that is spread over all classes; 0: none.
     """
     return _compute_margin_loss(features, weights, labels, _make_angular_margin(margin), scale, label_smoothing)
 
@@ -34,7 +38,10 @@ def cosface(
     features: tf.Tensor, weights: Any, labels: tf.Tensor,
     margin: float = 0.35, scale: float = 64.0, label_smoothing: float = 0.0,
 ) -> tf.Tensor:  # fmt: skip
-    """Returns the additive cosine margin loss of each row (Wang et al., "CosFace", 2018), arguments as ``arcface``."""
+    """Returns the additive cosine margin loss of each row, [rows] (Wang et al., "CosFace", 2018).
+
+    The arguments are those of ``arcface``, but ``margin`` is subtracted from the cosine.
+    """
     return _compute_margin_loss(features, weights, labels, lambda near: near - margin, scale, label_smoothing)
 
 
@@ -42,11 +49,15 @@ def curricularface(
     features: tf.Tensor, weights: Any, labels: tf.Tensor, average: tf.Variable,
     margin: float = 0.5, scale: float = 64.0, momentum: float = 0.99,
 ) -> tf.Tensor:  # fmt: skip
-    """Returns the loss of each row with harder negatives as training goes on (Huang et al., "CurricularFace", 2020).
+    """Returns the CurricularFace loss of each row, [rows] (Huang et al., "CurricularFace", 2020).
+
+    The weight of hard negatives grows during training. The arguments are those of ``arcface``, and:
 
     Args:
-      average: a scalar variable that begins with 0, not trainable: the moving average of how near rows are to their
-        classes, which this function updates.
+      average: a scalar, non-trainable variable, initially 0, which this function updates: the moving average of the
+        cosine
+        between rows and their classes.
+      momentum: decay of this average.
     """
     near = _compute_cosine(features, weights)
     at = _find_places(labels)
@@ -63,20 +74,25 @@ def partial_fc(
     features: tf.Tensor, weights: Any, labels: tf.Tensor, sample: int, seed: Any,
     margin: float = 0.5, scale: float = 64.0, blocks: int = 8,
 ) -> tf.Tensor:  # fmt: skip
-    """Returns the loss of each row over some of the classes: those of the batch, and others drawn anew in each step.
+    """Returns the ArcFace loss of each row, [rows], over a sample of the classes.
 
-    An and others, "Partial FC", 2021. Classes are drawn in blocks, as many of each, so that every rank draws among its
-    own and what is drawn depends on the seed alone, not on the ranks.
+    The sample has the classes of the batch, and others that are drawn anew in each step. Classes are drawn in blocks,
+    the same number from each, so that every rank draws from its own blocks, and the sample depends on the seed only,
+    not on the number of ranks. Source: An et al., "Partial FC", 2021.
 
     Args:
-      weights: [classes, width], or [blocks, classes of a block, width]; normalised here, as features are.
-      sample: how many classes of all are taken; at least as many of each block as the batch has rows.
-      seed: two integers, others in each step: ``[7, step]``.
-      margin: of ArcFace.
-      blocks: a multiple of the number of ranks, and a divisor of the classes; what ``weights`` has, if that has blocks.
+      features: [rows, width], normalised here.
+      weights: [classes, width], or [blocks, classes per block, width]; normalised here.
+      labels: class indices, [rows].
+      sample: number of sampled classes in total; per block at least min(rows, classes per block).
+      seed: two integers that differ in each step: ``[7, step]``.
+      margin, scale: as for ``arcface``.
+      blocks: number of blocks: a multiple of the number of ranks, and a divisor of the number of classes. If
+        ``weights`` has
+        blocks, their number counts instead.
 
     Raises:
-      ProgramError: the classes are not such blocks, or too few are drawn to have all classes of the batch among them.
+      ProgramError: ``blocks`` does not divide the classes, or ``sample`` is too small to hold all classes of the batch.
     """
     table = tf.convert_to_tensor(weights)
     rows, width = features.shape[0], features.shape[-1]
@@ -106,10 +122,16 @@ def partial_fc(
 
 
 def top_k_accuracy(logits: tf.Tensor, labels: tf.Tensor, k: int = 5) -> tf.Tensor:
-    """Returns 1 for each row whose class is among the ``k`` largest logits, else 0 (``tf.math.in_top_k`` by counting).
+    """Returns, for each row, 1 if its class is among the ``k`` largest logits, else 0, as ``tf.math.in_top_k`` does.
+
+    Counts larger logits instead of sorting, so that sharded logits are not gathered.
 
     Args:
-      logits: [rows, classes]; labels: [rows].
+      logits: [rows, classes].
+      labels: class indices, [rows].
+
+    Returns:
+      [rows], of the dtype of ``logits``.
     """
     own = tf.gather_nd(logits, _find_places(labels))
     above = tf.reduce_sum(tf.cast(logits > own[:, None], tf.int32), -1)
@@ -130,7 +152,9 @@ def _compute_margin_loss(
 
 
 def _compute_cosine(features: tf.Tensor, weights: Any) -> tf.Tensor:
-    """Returns the cosines between rows and classes. Norms divide the product, since normalised weights would double
+    """Returns the cosines [rows, classes] between features and weights.
+
+    The product is divided by the norms of the weights, since a normalised copy of the weights would double their
     memory.
     """
     table = tf.convert_to_tensor(weights)
@@ -140,18 +164,25 @@ def _compute_cosine(features: tf.Tensor, weights: Any) -> tf.Tensor:
 
 @tf.custom_gradient
 def _sum_squares(table: tf.Tensor) -> tuple[tf.Tensor, Callable[[tf.Tensor], tf.Tensor]]:
-    """Returns the sum of squares of each column; its gradient allocates one tensor of the table's size, not three."""
+    """Returns the sum of squares of each column.
+
+    Its custom gradient allocates one tensor of the size of ``table``, where TensorFlow's allocates three.
+    """
     return tf.reduce_sum(tf.square(table), 0), lambda slope: 2.0 * slope * table
 
 
 def _find_places(labels: tf.Tensor) -> tf.Tensor:
-    """Returns the indices of the labels' logits: [rows, 2]."""
+    """Returns the indices (row, label) of the labels' logits, [rows, 2], for ``tf.gather_nd``."""
     labels = tf.cast(labels, tf.int32)
     return tf.stack([tf.range(tf.shape(labels)[0]), labels], -1)
 
 
 def _make_angular_margin(margin: float) -> Margin:
-    """Returns a function of cosines: cos(angle + margin), continued in a straight line where that would rise again."""
+    """Returns a function from cos(angle) to cos(angle + margin).
+
+    Where cos(angle + margin) would rise again, for angles near pi, it continues in a straight line, so that it is
+    monotone.
+    """
     cosine, sine, turn = math.cos(margin), math.sin(margin), math.cos(math.pi - margin)
 
     def move_angle(near: tf.Tensor) -> tf.Tensor:
@@ -164,7 +195,7 @@ def _make_angular_margin(margin: float) -> Margin:
 def _check(good: bool, given: str, expected: str) -> None:
     if not good:
         raise ProgramError(
-            "the classes cannot be sampled with these arguments",
+            "wh.losses.partial_fc cannot sample the classes with these arguments",
             given=given,
             expected=expected,
             action="change sample or blocks",

@@ -1,4 +1,6 @@
-"""Implements ``wh.layers.MoE``: experts lie split over ranks, and tokens go to them and come back by all-to-alls."""
+"""Implements ``wh.layers.MoE``, a mixture of experts: experts are sharded over ranks, tokens reach them by all-
+to-alls.
+"""
 
 from __future__ import annotations
 
@@ -22,36 +24,44 @@ _BALANCES = ("batch", "group")
 
 
 class MoE(tf.keras.layers.Layer):  # type: ignore[misc]
-    """A mixture of experts: feed-forward layers of which every token goes through some, chosen by a router.
+    """A mixture-of-experts layer: a router sends each token through some of several feed-forward experts.
 
-    Tokens are dispatched in groups, which have a capacity of their own: of inputs [batch, time, width] each row is a
-    group, of inputs [tokens, width] there are ``groups``. There should be as many groups as ranks, or a multiple. Over
-    ranks the experts lie split, and the tokens' slots go to them and come back by all-to-alls.
+    Tokens are dispatched in groups, each with its own capacity. Of inputs [batch, time, width] each row is a group;
+    inputs [tokens, width] are divided into ``groups`` groups. The number of groups should be a multiple of the number
+    of ranks. In a run the experts are sharded over the ranks, and all-to-alls carry the slots of tokens to the experts
+    and back.
 
-    After a call, ``load`` has the share of the choices that fell on each expert, and ``dropped`` that of the choices
-    that found no place. The losses of the router are among the layer's ``losses``.
+    After a call, the variable ``load`` [experts] has the share of the choices that fell on each expert, and ``dropped``
+    the share of the choices for which there was no slot. The router's losses are in the layer's ``losses``.
 
-    Args:
-      experts, hidden: how many there are, and the width inside of one.
-      top_k: how many experts a token goes to.
-      capacity_factor: a group's slots of an expert are this times tokens * top_k / experts, rounded up; with ``experts
-        / top_k`` none is dropped. None: none is dropped either, and an expert has as many slots as the fullest one of
-        the batch needs, which only the run knows; tokens choose then, and do not with micro-batches.
-      choose: "tokens": tokens choose experts; "experts": experts choose as many tokens as they have slots.
-      groups: of inputs of rank 2; without, all their tokens are one, whose capacity is one of the batch.
-      shared: the width inside of an expert that all tokens go through; 0: there is none.
-      balance_weight: of the loss that is least when tokens are spread evenly (Fedus et al., 2021).
-      balance: whether that is computed of the whole batch, or of each group and averaged. The first needs the whole
-        batch before the backward pass, so it does not go with micro-batches.
-      z_weight: of the loss that keeps the router's logits small (Zoph et al., "ST-MoE", 2022).
-      noise: standard deviation of what is added to the router's logits in training.
-      activation: of the experts.
-
-    The router computes in float32 where the layer, or ``precision.compute_dtype``, computes in 16 bits: rounded logits
+    The router computes in float32 if the layer, or ``precision.compute_dtype``, computes in 16 bits: rounded logits
     would choose other experts.
 
+    Args:
+      experts: number of experts.
+      hidden: width of an expert's hidden layer.
+      top_k: number of experts per token.
+      capacity_factor: an expert has this times tokens * top_k / experts slots per group, rounded up; with a factor of
+        ``experts / top_k`` no token is dropped. None: all tokens are one group, and each expert has as many slots as
+          the
+        fullest one needs, so that no token is dropped. The number of slots is then known only when the step runs, so
+          None
+        requires ``choose="tokens"`` and excludes micro-batches.
+      choose: "tokens": each token chooses ``top_k`` experts. "experts": each expert chooses as many tokens as it has
+        slots.
+      groups: number of groups for inputs of rank 2; None: one group.
+      shared: hidden width of an additional expert that all tokens go through; 0: there is none.
+      balance_weight: weight of the loss that is least if tokens are spread evenly over the experts (Fedus et al.,
+        2021).
+      balance: whether this loss is computed over the whole "batch", or per "group" and averaged. "batch" needs the
+        whole
+        batch before the backward pass, so it excludes micro-batches.
+      z_weight: weight of the loss that keeps the router's logits small (Zoph et al., "ST-MoE", 2022).
+      noise: standard deviation of the normal noise that is added to the router's logits in training.
+      activation: activation of the experts' hidden layer.
+
     Raises:
-      ProgramError: arguments that fit no layer.
+      ProgramError: the arguments contradict each other, or inputs do not fit them.
     """
 
     def __init__(
@@ -71,7 +81,7 @@ class MoE(tf.keras.layers.Layer):  # type: ignore[misc]
         self.activation = tf.keras.activations.get(activation)
 
     def build(self, shape: Any) -> None:
-        """Makes the weights for inputs of a shape, of which the last size counts."""
+        """Creates the weights; only the last size of ``shape``, the width, matters."""
         width, experts = int(shape[-1]), self.experts
 
         def add(name: str, *sizes: int, start: str = "glorot_uniform", trainable: bool = True, **more: Any) -> Any:
@@ -91,7 +101,9 @@ class MoE(tf.keras.layers.Layer):  # type: ignore[misc]
         super().build(shape)
 
     def call(self, inputs: tf.Tensor, training: bool | None = None) -> tf.Tensor:
-        """Returns what the experts make of the inputs, weighed by the router."""
+        """Returns the sum of the experts' outputs for each token, weighted by the router, in the shape of
+        ``inputs``.
+        """
         with _enter_scope(replica):
             x = self._group_tokens(inputs)
             # Rounded to 16 bits, logits would choose other experts, and a sum of ones would end at 256.
@@ -114,7 +126,7 @@ class MoE(tf.keras.layers.Layer):  # type: ignore[misc]
             inner = self.activation(inner + tf.convert_to_tensor(self.into_bias))
             applied = tf.einsum(f"{g}ech,ehd->{g}ecd", inner, tf.convert_to_tensor(self.out))
             applied = applied + tf.convert_to_tensor(self.out_bias)
-            if weights is not None:  # weighed where they are: else both would travel
+            if weights is not None:  # multiplied on the experts' ranks: otherwise outputs and weights would be sent
                 applied = weights[..., None] * applied
         with _enter_scope(replica):
             y = combine(applied)
@@ -136,7 +148,18 @@ class MoE(tf.keras.layers.Layer):  # type: ignore[misc]
         return tf.reshape(inputs, [groups, tokens // groups, inputs.shape[-1]])
 
     def _dispatch_by_tokens(self, x: tf.Tensor, chances: tf.Tensor, capacity: int) -> _Dispatch:
-        """Returns slots [group, expert, slot, width], their weights, and a function from expert outputs to tokens."""
+        """Dispatches tokens to the experts that they choose.
+
+        Args:
+          x: tokens [group, token, width].
+          chances: the router's probabilities [group, token, expert].
+          capacity: number of slots per group and expert.
+
+        Returns:
+          (slots [group, expert, slot, width]; weights of the experts' outputs per slot, or None if the function applies
+            them; a
+          function from the experts' outputs, in the shape of the slots, to outputs per token).
+        """
         shape = tf.shape(x)
         gates, chosen = tf.math.top_k(chances, self.top_k)
         if self.top_k > 1:
@@ -159,7 +182,7 @@ class MoE(tf.keras.layers.Layer):  # type: ignore[misc]
         return slots, None, lambda y: tf.reduce_sum(weights * tf.gather_nd(y, index), 2)
 
     def _dispatch_dropless(self, x: tf.Tensor, chances: tf.Tensor) -> _Dispatch:
-        """Dispatches as ``_dispatch_by_tokens``, with all tokens as one group and as many slots as the fullest expert
+        """Dispatches tokens as ``_dispatch_by_tokens``, but as one group, with as many slots as the fullest expert
         needs.
         """
         tokens = tf.reshape(x, [-1, x.shape[-1]])
@@ -179,9 +202,10 @@ class MoE(tf.keras.layers.Layer):  # type: ignore[misc]
         return slots, None, lambda y: tf.reshape(tf.reduce_sum(weights * tf.gather_nd(y, index), 1), tf.shape(x))
 
     def _dispatch_by_experts(self, x: tf.Tensor, chances: tf.Tensor, capacity: int) -> _Dispatch:
-        """Dispatches by the choice of experts; returns what ``_dispatch_by_tokens`` does.
+        """Dispatches tokens to the experts that choose them; returns the same kinds of values as
+        ``_dispatch_by_tokens``.
 
-        Zhou et al., "Mixture-of-experts with expert choice routing", 2022.
+        Source: Zhou et al., "Mixture-of-experts with expert choice routing", 2022.
         """
         shape = tf.shape(x)
         gates, token = tf.math.top_k(tf.transpose(chances, [0, 2, 1]), capacity)
@@ -204,11 +228,11 @@ class MoE(tf.keras.layers.Layer):  # type: ignore[misc]
         self.add_loss(self.balance_weight * self.experts * tf.reduce_mean(uneven))
 
     def compute_output_shape(self, shape: Any) -> Any:
-        """Returns the shape of the inputs."""
+        """Returns the shape of the inputs, which is that of the outputs."""
         return shape
 
     def get_config(self) -> dict[str, Any]:
-        """Returns the arguments."""
+        """Returns the constructor's arguments, for Keras' serialization."""
         names = (
             "experts hidden top_k capacity_factor choose groups shared balance_weight balance z_weight noise".split()
         )
@@ -223,5 +247,8 @@ def _enter_scope(kind: Callable[[], AbstractContextManager[Any]]) -> AbstractCon
 def _check(good: bool, given: str, expected: str) -> None:
     if not good:
         raise ProgramError(
-            "the arguments describe no valid layer of experts", given=given, expected=expected, action="change it"
+            "wh.layers.MoE does not accept these arguments or inputs",
+            given=given,
+            expected=expected,
+            action="correct the arguments of the layer, or its inputs",
         )

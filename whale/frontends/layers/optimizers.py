@@ -1,9 +1,9 @@
-"""Implements lazy optimizers of tables, which update only the rows that have a gradient.
+"""Implements ``wh.optimizers``: lazy optimizers, which update only the rows of a table that have a gradient.
 
-A Keras optimizer with moments changes every row of a table in every step, also those whose id no example has: their
-moments decay. ``lazy`` skips rows without a gradient. That differs from the optimizer's own method (but for
-SGD without momentum and Adagrad, where rows without a gradient do not change), so it has to be asked for. On one
-device it computes the same as over ranks.
+A Keras optimizer with moments (Adam) updates every row of a table in every step: even without a gradient, moments
+decay. ``lazy`` skips rows without a gradient. The result differs from the optimizer's own (except for SGD without
+momentum and for Adagrad, for which such rows do not change), so a script has to ask for it. The result is the same on
+one device and on any number of ranks.
 """
 
 from __future__ import annotations
@@ -19,7 +19,12 @@ from whale.runtime.variables.in_files import find_folder, keep_in_files
 
 
 class _Rows:
-    """Some rows of a variable, with the interface through which a Keras optimizer reads and assigns a variable."""
+    """Stands for some rows of a variable where a Keras optimizer expects a variable: reads and assigns these rows only.
+
+    Args:
+      variable: a Keras or TensorFlow variable.
+      ids: indices of the rows, [n].
+    """
 
     def __init__(self, variable: Any, ids: tf.Tensor) -> None:
         self.variable = find_tensor(variable)
@@ -32,25 +37,29 @@ class _Rows:
         return self.now if dtype is None else tf.cast(self.now, dtype)
 
     def begin_anew(self, fresh: tf.Tensor, first: float) -> None:
-        """Resets rows whose slots got new ids to their initial value."""
+        """Resets to ``first`` those rows for which ``fresh`` (bool [n]) is True, since their slots have got new ids."""
         for _ in self.now.shape[1:]:
             fresh = tf.expand_dims(fresh, -1)
         self.now = tf.where(fresh, tf.constant(first, self.now.dtype), self.now)
 
     def write(self) -> None:
-        """Writes the assigned rows into the variable."""
+        """Writes the rows into the variable, if they were assigned to."""
         if self.now is not self.read:
             write(self.variable, self.ids, self.now)
 
 
 class _RowOptimizer:
-    """An optimizer as its own ``update_step`` sees it, with a variable and its state replaced by some of their rows.
+    """Stands for an optimizer in a call of its ``update_step``, with the variable and its state replaced by some rows.
 
-    State has the variable's shape, or its number of rows; what has neither is the optimizer's own. Of a dynamic table
-    (``wh.layers.Embedding``) state of slots that have a new id is as at first.
+    State that has the variable's shape, or its number of rows, is replaced; other state is the optimizer's own. For a
+    dynamic table (``wh.layers.Embedding``), the state of slots with a new id is reset to its initial value.
 
     Args:
-      firsts: what each kind of state has at first, by the attribute that lists it.
+      optimizer: the Keras optimizer.
+      index: index of the variable in the optimizer.
+      variable: the table.
+      ids: indices of the rows, [n].
+      firsts: initial value of each kind of state, by the name of the optimizer's attribute that lists it.
     """
 
     def __init__(self, optimizer: Any, index: int, variable: Any, ids: tf.Tensor, firsts: Mapping[str, float]) -> None:
@@ -74,7 +83,7 @@ class _RowOptimizer:
         return value
 
     def find_rows(self, variable: Any) -> _Rows:
-        """Returns the rows of a variable, read once."""
+        """Returns the rows ``ids`` of a variable; they are read once per step."""
         if id(variable) not in self._seen:
             self._seen[id(variable)] = _Rows(variable, self._ids)
         return self._seen[id(variable)]
@@ -87,28 +96,28 @@ class _RowOptimizer:
         return self._index
 
     def assign(self, variable: Any, value: Any) -> None:
-        """Assigns to rows; assigns variables without rows as usual."""
+        """Assigns ``value`` to rows, or to a variable that was not replaced."""
         if isinstance(variable, _Rows):
             variable.now = tf.cast(value, variable.now.dtype)
         else:
             self._of.assign(variable, value)
 
     def assign_add(self, variable: Any, value: Any) -> None:
-        """Adds to rows; adds to variables without rows as usual."""
+        """Adds ``value`` to rows, or to a variable that was not replaced."""
         if isinstance(variable, _Rows):
             variable.now += tf.cast(value, variable.now.dtype)
         else:
             self._of.assign_add(variable, value)
 
     def assign_sub(self, variable: Any, value: Any) -> None:
-        """Subtracts from rows; subtracts from variables without rows as usual."""
+        """Subtracts ``value`` from rows, or from a variable that was not replaced."""
         if isinstance(variable, _Rows):
             variable.now -= tf.cast(value, variable.now.dtype)
         else:
             self._of.assign_sub(variable, value)
 
     def write(self) -> None:
-        """Writes all assigned rows into their variables."""
+        """Writes all rows that were assigned to into their variables, and marks the slots as no longer new."""
         for rows in self._seen.values():
             rows.write()
         if self._fresh is not None:
@@ -116,13 +125,13 @@ class _RowOptimizer:
 
 
 def _find_fresh(variable: Any) -> Any:
-    """Returns which slots of a dynamic table got a new id since they were last trained; None: it is not dynamic."""
+    """Returns the int32 variable [slots + 1] that is 1 for slots with a new id; None if the table is not dynamic."""
     return getattr(find_tensor(variable), "_whale_fresh", None)
 
 
 def _find_first_state(optimizer: Any) -> dict[str, float]:
-    """Returns the initial value of each kind of an optimizer's state, from an equal optimizer that has taken no
-    step.
+    """Returns the initial value of each kind of state, by attribute name, read from a new optimizer with the same
+    settings.
     """
     with tf.init_scope():
         like = type(optimizer).from_config(optimizer.get_config())
@@ -140,20 +149,21 @@ def _require_keras_3(kind: type) -> None:
         raise ProgramError(
             "only optimizers of Keras 3 can be made lazy",
             given=f"{kind.__module__}.{kind.__name__}",
-            expected="keras.optimizers.Adam() or another one of Keras 3",
-            action="use Keras 3 (TensorFlow 2.16 or newer), or the optimizer as it is",
+            expected="an optimizer of Keras 3, such as keras.optimizers.Adam()",
+            action="use Keras 3 (TensorFlow 2.16 or newer), or remove wh.optimizers.lazy or RowWiseAdagrad",
         )
 
 
 def lazy(optimizer: Any) -> Any:
-    """Makes a Keras 3 optimizer change only the rows that have a gradient, and returns it.
+    """Makes a Keras 3 optimizer update only the rows that have a gradient, and returns it.
 
-    If the gradient of a variable has rows (``tf.IndexedSlices``: embeddings), the gradient's rows of one id are summed,
-    and the optimizer's own step is taken with these rows of the variable and of its moments. Other variables are
-    updated as usual. Call it again for an optimizer that was loaded.
+    This applies to variables whose gradient is a ``tf.IndexedSlices``, such as embeddings. The gradient's rows with the
+    same id are summed, and the optimizer's own update is done with these rows of the variable and of its state. Other
+    variables are updated as usual. An optimizer that was loaded from a file has to be made lazy again.
 
     Raises:
-      ProgramError: the optimizer is not one of Keras 3, or changes whole variables in each step.
+      ProgramError: the optimizer is not one of Keras 3, or has weight decay, EMA or gradient accumulation, which change
+        every row in each step.
     """
     _require_keras_3(type(optimizer))
     for name in ("weight_decay", "use_ema", "gradient_accumulation_steps"):
@@ -161,8 +171,8 @@ def lazy(optimizer: Any) -> Any:
             raise ProgramError(
                 "an optimizer that changes every row in each step cannot be lazy",
                 given=f"{name}={getattr(optimizer, name)}",
-                expected="an optimizer without",
-                action=f"leave {name} out, or leave wh.optimizers.lazy out",
+                expected=f"an optimizer without {name}",
+                action=f"leave {name} out, or remove wh.optimizers.lazy",
             )
 
     whole, build = optimizer.update_step, optimizer.build
@@ -197,15 +207,15 @@ def lazy(optimizer: Any) -> Any:
 
 
 class RowWiseAdagrad(tf.keras.optimizers.Optimizer):  # type: ignore[misc]
-    """The Adagrad optimizer with one sum of squares for each row (of the mean over the row's elements), lazy.
+    """Implements Adagrad with one sum of squares per row, lazily: rows without a gradient do not change.
 
-    For embeddings the state is as small as a column. Gupta et al., "Training recommender models with row-wise
-    AdaGrad", as in FBGEMM and TorchRec.
+    The sum is that of the mean square of the row's gradient, so the state of a table is one column. Source: Gupta et
+    al., "Training recommender models with row-wise AdaGrad", as in FBGEMM and TorchRec.
 
     Args:
       learning_rate: a number or a schedule.
-      initial: what sums begin with.
-      epsilon: is added to their roots.
+      initial: initial value of the sums.
+      epsilon: added to the square root of a sum.
 
     Raises:
       ProgramError: Keras is not Keras 3.
@@ -218,7 +228,7 @@ class RowWiseAdagrad(tf.keras.optimizers.Optimizer):  # type: ignore[misc]
         lazy(self)
 
     def build(self, variables: Sequence[Any]) -> None:
-        """Makes the sums, one for each row."""
+        """Creates the sums of squares, [rows], for each variable."""
         if self.built:
             return
         super().build(variables)
@@ -232,7 +242,7 @@ class RowWiseAdagrad(tf.keras.optimizers.Optimizer):  # type: ignore[misc]
             )  # fmt: skip
 
     def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
-        """Updates a variable, or some rows of one."""
+        """Updates a variable, or the rows of one for which ``lazy`` calls this method."""
         gradient = tf.convert_to_tensor(gradient)
         sums = self._sums[self._get_variable_index(variable)]
         others = list(range(1, len(gradient.shape)))
@@ -244,5 +254,5 @@ class RowWiseAdagrad(tf.keras.optimizers.Optimizer):  # type: ignore[misc]
         self.assign_sub(variable, rate * gradient / (roots + self.epsilon))
 
     def get_config(self) -> dict[str, Any]:
-        """Returns the arguments of an equal optimizer."""
+        """Returns the constructor's arguments, for Keras' serialization."""
         return {**super().get_config(), "initial": self.initial, "epsilon": self.epsilon}

@@ -1,12 +1,12 @@
-"""Assigns ids to slots of a table: new ids are admitted, and those that were used least make room for them.
+"""Assigns ids to slots of a dynamic table: new ids are admitted, and the least used ids make room for them.
 
-Slots are in buckets of ``WAYS``, as in HierarchicalKV (NVIDIA): an id belongs to the bucket that its hash says, and has
-one of its slots. So what a step does is a few gathers and scatters of plain variables, for the batch's ids alone, and
-follows from the whole batch: any number of ranks come to the same slots. Behind the last bucket is one slot more, for
-ids that have none.
+Slots are in buckets of ``WAYS`` slots, as in HierarchicalKV (NVIDIA). The hash of an id determines its bucket, and the
+id has one of the bucket's slots. So a step needs only a few gathers and scatters of plain variables, for the batch's
+ids alone. The result depends on the whole batch only, not on the number of ranks. One more slot, after the last bucket,
+is shared by all ids that have none.
 
-``Vocabulary``: ids, what they were used, and the slots whose rows are new. ``hash_ids``: an id's bits, mixed.
-``draw_rows``: first rows that follow from the ids.
+``Vocabulary`` stores the id of each slot, how it was used, and which slots have a new id. ``hash_ids`` mixes an id's
+bits. ``draw_rows`` draws initial rows that depend on the ids only.
 
 Decision: 0097.
 """
@@ -20,18 +20,19 @@ import numpy as np
 import tensorflow as tf
 
 WAYS = 32
-ABSENT = -1  # an id that says that there is none
-EMPTY = np.iinfo(np.int64).min  # in a slot: nobody has it
+ABSENT = -1  # in place of an id: there is none
+EMPTY = np.iinfo(np.int64).min  # the id of a slot that is free
 _LAST = np.iinfo(np.int64).max
 EVICTS = ("lru", "lfu")
 
 
 class PlacedIds(NamedTuple):
-    """The slots of a batch's ids.
+    """Holds the slots of a batch's ids.
 
     Attributes:
-      slots: the slot of each id [n], int32 or int64 as the ids.
-      new, new_ids: the slots that were given to ids in this step [m], and these ids.
+      slots: the slot of each id, [n], int64.
+      new: the slots that this step gave to ids, [m].
+      new_ids: the ids that got these slots, [m].
     """
 
     slots: tf.Tensor
@@ -40,12 +41,12 @@ class PlacedIds(NamedTuple):
 
 
 class Vocabulary:
-    """The slots 0 to ``slots`` - 1 and the ids that have them; slot ``slots`` is of ids without one.
+    """Stores which id has which of the slots 0 to ``slots - 1``; slot ``slots`` is for ids that have none.
 
     Args:
-      add: makes a variable of a name, a size, a type and a first value.
-      slots: how many; rounded up to whole buckets.
-      evict: "lru": the id that was not used for longest makes room; "lfu": the one that was used least often.
+      add: creates a variable of a name, shape, dtype and initial value.
+      slots: number of slots, rounded up to whole buckets.
+      evict: which id makes room: "lru", the one that was used longest ago, or "lfu", the one that was used least often.
     """
 
     def __init__(self, add: Callable[[str, tuple[int, ...], str, int], Any], slots: int, evict: str) -> None:
@@ -58,18 +59,19 @@ class Vocabulary:
         self.clock = add("clock", (), "int64", 0)
 
     def find_slots(self, ids: tf.Tensor) -> tf.Tensor:
-        """Returns the slots of ids [n], int64; the last slot for ids without one. Changes nothing."""
+        """Returns the slots of ids [n], int64, without admitting new ones; an id without a slot gets the last slot."""
         at = self._find_bucket(ids)
         hit = self._find_hits(ids, at)
         return self._choose(tf.reduce_any(hit, 1), at, tf.argmax(hit, 1))
 
     def place_ids(self, ids: tf.Tensor, counted: tf.Tensor) -> PlacedIds:
-        """Gives slots to ids [n], int64, that have none.
+        """Returns the slots of ids [n], int64, and gives slots to ids that have none.
 
-        Those in use in this batch make no room: of more new ids than others in a bucket, the last ones get none.
+        Ids of this batch keep their slots. If a bucket has more new ids than slots that can be given away, the last of
+        them get no slot.
 
         Args:
-          counted: booleans [n], whether this one is a use of the id.
+          counted: bool [n]: whether this occurrence counts as a use of the id.
         """
         once, back = tf.unique(ids)
         many = tf.size(once)
@@ -92,7 +94,7 @@ class Vocabulary:
         way = tf.where(known, tf.argmax(hit, 1), tf.cast(way, tf.int64))
         has = known | given
         slots = self._choose(has, at, way)
-        # The last slot is of many ids, and written as it is.
+        # The last slot is shared by many ids: its usage stays 0.
         now = self.clock.assign_add(1)
         before = tf.where(known, tf.gather(find_tensor(self.used), slots), 0)
         score = before + uses if self.evict == "lfu" else tf.fill([many], tf.convert_to_tensor(now))
@@ -102,7 +104,7 @@ class Vocabulary:
         return PlacedIds(tf.gather(slots, back), new, new_ids)
 
     def _find_bucket(self, ids: tf.Tensor) -> tf.Tensor:
-        """Returns the slots of each id's bucket, [n, ways]."""
+        """Returns the slots of each id's bucket, [n, ways], int64."""
         first = tf.math.floormod(hash_ids(ids), tf.constant(self.buckets, tf.int64)) * self.ways
         return first[:, None] + tf.range(self.ways, dtype=tf.int64)
 
@@ -114,7 +116,7 @@ class Vocabulary:
 
 
 def draw_rows(ids: tf.Tensor, width: int, low: float, high: float, dtype: Any) -> tf.Tensor:
-    """Draws first rows [n, width] of ids [n]: evenly from ``low`` to ``high``, the same whenever an id is admitted."""
+    """Draws initial rows [n, width] for ids [n], uniform in [low, high); an id always gets the same row."""
     columns = tf.constant(np.arange(1, width + 1, dtype=np.int64))
     bits = hash_ids(hash_ids(ids)[:, None] + columns * _to_signed(0x9E3779B97F4A7C15))
     even = tf.cast(_shift_right(bits, 11), tf.float64) * 2.0**-53
@@ -122,19 +124,19 @@ def draw_rows(ids: tf.Tensor, width: int, low: float, high: float, dtype: Any) -
 
 
 def hash_ids(ids: tf.Tensor) -> tf.Tensor:
-    """Returns int64 hashes that depend on all bits of the ids: the last steps of splitmix64 (Steele et al., 2014)."""
+    """Returns int64 hashes in which all bits of an id are mixed: the last steps of splitmix64 (Steele et al., 2014)."""
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         ids = tf.bitwise.bitwise_xor(ids, _shift_right(ids, shift)) * _to_signed(factor)
     return tf.bitwise.bitwise_xor(ids, _shift_right(ids, 31))
 
 
 def find_tensor(variable: Any) -> Any:
-    """Returns the TensorFlow variable of a Keras one, from and to which rows are read and written."""
+    """Returns the tf.Variable behind a Keras variable; a tf.Variable is returned unchanged."""
     return variable if isinstance(variable, tf.Variable) else variable.value
 
 
 def write(variable: Any, slots: tf.Tensor, rows: tf.Tensor) -> None:
-    """Writes rows of a variable."""
+    """Writes ``rows`` [n, ...] to the rows ``slots`` [n] of a variable."""
     find_tensor(variable).scatter_update(tf.IndexedSlices(rows, slots))
 
 
@@ -143,7 +145,11 @@ def _is_id(ids: tf.Tensor) -> tf.Tensor:
 
 
 def _count_before(groups: tf.Tensor, count: tf.Tensor) -> tf.Tensor:
-    """Counts, for each member of a group, the members of the group that come before it."""
+    """Returns, for each element of ``groups`` [n], how many elements of the same group come before it.
+
+    Args:
+      groups: group numbers, from 0 to ``count - 1``.
+    """
     order = tf.argsort(groups, stable=True)
     sizes = tf.math.unsorted_segment_sum(tf.ones_like(groups), groups, count)
     places = tf.range(tf.size(groups)) - tf.gather(tf.cumsum(sizes, exclusive=True), tf.gather(groups, order))
@@ -151,7 +157,7 @@ def _count_before(groups: tf.Tensor, count: tf.Tensor) -> tf.Tensor:
 
 
 def _shift_right(numbers: tf.Tensor, by: int) -> tf.Tensor:
-    """Shifts to the right, with zeros coming in."""
+    """Shifts unsigned 64-bit numbers, stored as int64, to the right; zeros come in from the left."""
     kept = tf.constant((1 << (64 - by)) - 1, tf.int64)
     return tf.bitwise.bitwise_and(tf.bitwise.right_shift(numbers, tf.constant(by, tf.int64)), kept)
 

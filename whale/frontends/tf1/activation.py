@@ -1,4 +1,4 @@
-"""Decides whether TensorFlow 1 objects of a script are Whale's at the moment, for patched methods."""
+"""Tells patched methods of TensorFlow 1 whether to act as Whale's or as TensorFlow's own at present."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from typing import Any
 
 from whale.runtime.context import Context, find_running
 
-# Whether sessions are taken, where that is not the run's to say; False is for what one rank does for all of them.
+# Overrides whether sessions are Whale's: True in force_sessions, False in leave_alone, None: the run decides.
 _asked: contextvars.ContextVar[bool | None] = contextvars.ContextVar("asked", default=None)
 
 
 def find_spread_run() -> Context | None:
     """Returns the run over which sessions are distributed; None: TensorFlow's own behaviour applies.
 
-    This is also None for a run of one rank, unless it is configured or measured.
+    Also returns None for a run of one rank, unless a configuration key is set, or the run is a dry run or is measured.
     """
     context = find_running()
     if context is None or _asked.get() is not None:
@@ -28,19 +28,19 @@ def find_spread_run() -> Context | None:
     if context.planned_size > 1 or context.planning.dry is not None or context.planning.meter is not None:
         return context
     config = context.config
-    said = (key for key in config if key != "mesh.plan_cache")  # which says nothing of how a program is to be run
+    said = (key for key in config if key != "mesh.plan_cache")  # a cache does not change how a program is run
     return context if any(config.origin(key) != "default" for key in said) else None
 
 
 def find_following_run() -> Context | None:
-    """Returns the run if this rank is not the one that writes files; None: it writes."""
+    """Returns the run if sessions are distributed and this rank is not rank 0; None if this rank writes files."""
     context = find_spread_run()
     return context if context is not None and context.has_other_processes and context.rank > 0 else None
 
 
 @contextmanager
 def leave_alone() -> Iterator[None]:
-    """Makes this rank independent inside the context: sessions are TensorFlow's own, and files are written."""
+    """Makes sessions TensorFlow's own, and lets this rank write files, inside of the context."""
     token = _asked.set(False)
     try:
         yield
@@ -50,7 +50,7 @@ def leave_alone() -> Iterator[None]:
 
 @contextmanager
 def force_sessions() -> Iterator[None]:
-    """Makes sessions created inside Whale's, in any run."""
+    """Makes sessions that are created inside of the context Whale's, also in a run of one rank."""
     token = _asked.set(True)
     try:
         yield
@@ -59,7 +59,7 @@ def force_sessions() -> Iterator[None]:
 
 
 def replace_method(kind: Any, name: str, new: Callable[..., Any]) -> None:
-    """Replaces a method of a class or a module: ``new(original, ...)`` runs where ``kind.name(...)`` is called."""
+    """Replaces attribute ``name`` of a class or module: a call runs ``new(original, ...)`` from then on."""
     original = getattr(kind, name)
     setattr(kind, name, functools.wraps(original)(functools.partial(new, original)))
     if isinstance(kind, type):  # a partial is no method
@@ -73,7 +73,7 @@ def replace_method(kind: Any, name: str, new: Callable[..., Any]) -> None:
 
 
 def replace_function(original: Callable[..., Any], new: Callable[..., Any]) -> None:
-    """Replaces a function by ``new(original, ...)`` under every name that refers to it, in scripts as well."""
+    """Replaces a function by ``new(original, ...)`` in all loaded modules that refer to it, scripts included."""
 
     @functools.wraps(original)
     def call_replacement(*args: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Reads the parts of a session's batch on the ranks that provide them, and joins them."""
+"""Reads the parts of a session's batch on the ranks that provide them, and joins them to the global batch."""
 
 from __future__ import annotations
 
@@ -27,8 +27,9 @@ Read = Callable[[], Sequence[np.ndarray]]
 
 
 def find_batch_readers(context: Context, graph: tf.Graph) -> BatchReaders | None:
-    """Returns the ranks that provide the batches for runs of ``graph``; None: the first rank, or the feeding one,
-    provides the whole batch.
+    """Returns the ranks that read or feed the parts of the batch for runs of ``graph``.
+
+    None means that there are no parts: rank 0 reads the whole batch, or each rank feeds the whole batch.
     """
     if context.planning.meaning is not None:
         return context.planning.meaning.find_batch_readers(graph)
@@ -38,15 +39,16 @@ def find_batch_readers(context: Context, graph: tf.Graph) -> BatchReaders | None
 
 
 def read_parts(read: Read, names: Sequence[str], batches: BatchReaders, context: Context) -> list[np.ndarray]:
-    """Reads this rank's part of a batch, or the whole batch on all ranks. Collective.
+    """Reads this rank's part of a batch, or reads the parts on all readers and returns the whole batch; collective.
 
     Args:
-      read: reads one part.
-      names: of the values, for messages.
+      read: reads one part: values in the order of ``names``.
+      names: names of the values, for messages.
+      batches: which ranks read, how many parts each, and whether the ranks need the whole batch.
 
     Raises:
-      tf.errors.OpError: a rank could not read its part; on every rank.
-      ProgramError: the parts do not fit together.
+      tf.errors.OpError: a rank could not read its part; raised on every rank.
+      ProgramError: the parts cannot be joined.
     """
     if not context.has_other_processes:
         return join_parts([read() for _ in range(batches.turns)], names)
@@ -70,7 +72,7 @@ def read_parts(read: Read, names: Sequence[str], batches: BatchReaders, context:
 def join_fed_parts(
     feeds: Mapping[tf.Tensor, np.ndarray], batches: BatchReaders | None, context: Context
 ) -> Mapping[tf.Tensor, np.ndarray]:
-    """Joins the feeds of all readers if every rank needs the whole batch; else returns the feeds unchanged."""
+    """Joins the feeds of all readers if every rank needs the whole batch; otherwise returns ``feeds`` unchanged."""
     if batches is None or not batches.whole or not feeds or not context.has_other_processes:
         return feeds
     once = BatchReaders(batches.readers, whole=True)
@@ -79,13 +81,16 @@ def join_fed_parts(
 
 
 def replace_fed_rows(feed_dict: Any, context: Context) -> tuple[Any, dict[str, tuple[int, ...]]]:
-    """Replaces a rank's rows of batches (`ShardedTensor`) in ``feed_dict`` by tensors; also returns the rows of every
-    rank.
+    """Replaces the values of type ShardedTensor in a feed_dict by arrays.
 
-    Steps with stages take whole batches: their parts are gathered. Collective then.
+    If the program has stages, which take whole batches, the rows of all ranks are gathered; the call is collective
+    then.
+
+    Returns:
+      (the feed_dict; name of each fed tensor of which this rank feeds only its own rows -> number of rows per rank).
 
     Raises:
-      ProgramError: the rows are those of another run.
+      ProgramError: a ShardedTensor comes from another run.
     """
     if not feed_dict or not any(type(value) is ShardedTensor for value in feed_dict.values()):
         return feed_dict, {}
@@ -104,14 +109,16 @@ def replace_fed_rows(feed_dict: Any, context: Context) -> tuple[Any, dict[str, t
 
 
 def wrap_with_feed_check(run: Run, context: Context, name: str, number: int, fed: Collection[str]) -> Run:
-    """Wraps ``run`` so that its feeds are compared between the ranks, each of which feeds the whole batch and takes
-    rows of it.
+    """Wraps ``run`` so that ranks compare the values that they feed, as arguments of a ``wh.function`` are compared.
 
-    That is done as for arguments of steps. Single texts name files, which may be others on each rank.
+    Each rank feeds the whole batch and uses its own rows, so that different values would go unnoticed. String scalars
+    are not compared: they name files, which may differ.
 
     Args:
-      name, number: of the program.
-      fed: names of what every rank feeds.
+      run: a run of the session.
+      name: name of the program, for messages.
+      number: number of the program.
+      fed: names of the tensors that every rank feeds as a whole.
     """
     every = context.config["debug.check_inputs"]
     if not every or not context.has_other_processes or not fed:
@@ -132,12 +139,12 @@ def wrap_with_feed_check(run: Run, context: Context, name: str, number: int, fed
 
 
 def join_parts(parts: Sequence[Sequence[np.ndarray]], names: Sequence[str]) -> list[np.ndarray]:
-    """Joins the values of several parts: concatenates rows; other values must be equal in all parts.
+    """Joins the parts of a batch: rows are concatenated, other values must be equal in all parts.
 
-    Rows are values that have as many as the first that has any.
+    A value consists of rows if its size in dimension 0 is that of the part's first value that is not a scalar.
 
     Raises:
-      ProgramError: other values differ, or rows have different shapes.
+      ProgramError: values that are no rows differ, or rows have different shapes.
     """
     if len(parts) == 1:
         return [np.asarray(v) for v in parts[0]]
@@ -159,24 +166,29 @@ def join_parts(parts: Sequence[Sequence[np.ndarray]], names: Sequence[str]) -> l
 
 
 def refuse_fixed_rows(shapes: Mapping[tf.Tensor, Sequence[int]]) -> None:
-    """Raises ProgramError if a graph was built for a fixed number of rows, and the global batch has another."""
+    """Raises a ProgramError if a graph fixes the number of rows, and the global batch has another number.
+
+    Args:
+      shapes: the shape of each fed tensor for the global batch.
+    """
     for tensor, shape in shapes.items():
         fixed = tensor.shape.as_list() if tensor.shape.rank is not None else None
         if fixed and len(fixed) == len(shape) and fixed[0] not in (None, shape[0]) and shape:
             raise ProgramError(
-                "the graph is built for the rows of one rank's batch, and computes those of all ranks",
+                "the graph fixes the batch size of one rank, but it computes with the rows of all ranks",
                 op=tensor.name,
-                given=f"{fixed[0]} rows in the graph, {shape[0]} of the global batch",
-                expected="a dimension 0 that the graph leaves open",
-                action="batch without drop_remainder, make placeholders with None rows, and leave set_shape out",
+                given=f"{fixed[0]} rows in the graph, {shape[0]} rows in the global batch",
+                expected="an unknown size of dimension 0",
+                action="batch without drop_remainder, create placeholders with shape [None, ...], and do not call "
+                "set_shape with a batch size",
             )
 
 
 def _make_unlike_error(name: str, shapes: Sequence[tuple[int, ...]], expected: str) -> ProgramError:
     return ProgramError(
-        "parts of a batch do not fit together",
+        "the parts of a batch that the ranks read cannot be joined",
         value=name,
         given=f"shapes {', '.join(str(list(s)) for s in shapes)}",
         expected=expected,
-        action="have the dataset yield batches whose values begin with the rows, all of one shape",
+        action="let the dataset yield values with the batch as dimension 0, and with equal shapes on all ranks",
     )

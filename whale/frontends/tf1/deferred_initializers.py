@@ -1,7 +1,8 @@
-"""Defers assignments in a session's runs: of initial values, and of values from checkpoints.
+"""Defers a session's assignments of initial values, and of values from checkpoints, until a run uses the variable.
 
-A run that only initialises or restores variables says nothing about their layout. Its assignments
-are recorded, and executed by the first run that uses the variable: part by part if that run's plan divides it.
+A run that only initialises or restores variables does not show how they will be sharded. Its assignments are recorded,
+and done by the first run that uses the variable. If that run's plan shards the variable, each rank computes or reads
+only its own part.
 
 Decision: 0047.
 """
@@ -26,7 +27,14 @@ from whale.runtime.variables.partial_initializers import LITTLE_BYTES, DeferredI
 
 @dataclass(frozen=True)
 class RestoredValue:
-    """A value from a checkpoint: ``prefix`` is the tensor that names its files."""
+    """Describes a variable's value in a checkpoint.
+
+    Attributes:
+      prefix: the string tensor that names the checkpoint's files.
+      key: name of the value in the checkpoint.
+      shape: shape of the variable.
+      dtype: dtype of the variable.
+    """
 
     prefix: tf.Tensor
     key: str
@@ -35,37 +43,44 @@ class RestoredValue:
 
     @property
     def digest(self) -> str:
-        """Returns a digest that identifies the value in the fingerprint of a run."""
+        """Returns text by which ranks compare the value: its key in the checkpoint."""
         return self.key
 
     def make_initial(self, path: str) -> DeferredInitial:
-        """Returns the value in the checkpoint at ``path``, to be read region by region."""
+        """Returns a deferred initial value that is read from the checkpoint with prefix ``path``, part by part if
+        sharded.
+        """
         reader = partial(read_region, path, self.key, self.shape, self.dtype)
         return DeferredInitial(self.shape, self.dtype.name, {}, (), 0, reader)
 
 
 @dataclass(frozen=True)
 class DeferredAssignments:
-    """The deferred assignments of a run: name of the node -> (name of the variable, assigned value)."""
+    """Holds the assignments of a run that are deferred.
+
+    Attributes:
+      found: name of the assignment's node -> (name of the variable, the value to assign).
+    """
 
     found: Mapping[str, tuple[str, RecordedInitializer | RestoredValue]]
 
     def remove_from(self, program: Program) -> Program:
-        """Returns ``program`` without the deferred assignments."""
+        """Returns ``program`` without the deferred assignments, and without nodes that only they need."""
         nodes = tuple(self._replace_node(node) for node in program.nodes)
         return prune(program.replace_nodes(nodes)) if self.found else program
 
     def _replace_node(self, node: Node) -> Node:
         if node.name not in self.found:
             return node
-        marks = Marks(initial=self.found[node.name][1].digest)  # which ranks compare
+        marks = Marks(initial=self.found[node.name][1].digest)  # part of the fingerprint that ranks compare
         return Node(node.name, "NoOp", (), node.controls, {}, (), node.scope, False, marks)
 
     def find_checkpoints(self, feeds: Mapping[tf.Tensor, np.ndarray]) -> dict[tf.Tensor, str] | None:
-        """Returns the paths of the checkpoints that are read, by the tensors that name them; None: a run computes one.
+        """Returns the checkpoints' paths by the tensors that name them; None if a path is only known when the graph
+        runs.
 
         Raises:
-          tf.errors.OpError: a checkpoint, or a variable in it, is not there.
+          tf.errors.OpError: there is no such checkpoint, or it lacks a variable or has another shape for it.
         """
         found: dict[tf.Tensor, str] = {}
         wanted = [what for _, what in self.found.values() if isinstance(what, RestoredValue)]
@@ -88,7 +103,9 @@ class DeferredAssignments:
 
 
 def _read_shapes(path: str) -> dict[str, list[int]]:
-    """Returns the shapes of the variables in a checkpoint. Raises tf.errors.OpError when there is no checkpoint."""
+    """Returns the shapes of the values in a checkpoint, by key; raises tf.errors.NotFoundError if there is no
+    checkpoint.
+    """
     try:
         found: dict[str, list[int]] = tf.train.load_checkpoint(path).get_variable_to_shape_map()
     except ValueError as error:  # what TensorFlow's Python says of a path without files
@@ -97,8 +114,9 @@ def _read_shapes(path: str) -> dict[str, list[int]]:
 
 
 def find_deferred(captured: Captured, graph: tf.Graph) -> DeferredAssignments:
-    """Finds the assignments of a captured run of ``graph`` that can be deferred: their values do not depend on
-    feeds.
+    """Returns those assignments of a captured run that can be deferred.
+
+    The run must do nothing else with the variable, and the value must depend on neither feeds nor other variables.
     """
     program, fed = captured.program, frozenset(captured.fed)
     found: dict[str, tuple[str, RecordedInitializer | RestoredValue]] = {}

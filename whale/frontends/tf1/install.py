@@ -1,4 +1,4 @@
-"""Replaces TensorFlow 1's sessions, and Python code that writes files, by Whale's during a run.
+"""Replaces TensorFlow 1's sessions, and Python functions that write files, by Whale's for the time of a run.
 
 Decision: 0066.
 """
@@ -33,7 +33,10 @@ _SWITCHES = {
 
 
 def install() -> None:
-    """Patches TensorFlow once; without a run it behaves as before. Each run enables its switches."""
+    """Patches TensorFlow 1, once per process, and turns on resource variables and control flow v2 for the run.
+
+    Without a run, the patched classes behave as before.
+    """
     if not hasattr(session.Session, "_whale_changed"):
         session.Session._whale_changed = True
         patch_sessions()
@@ -46,12 +49,10 @@ def install() -> None:
     turn_on_switches()
 
 
-# Makes ``tf.compat.v1.Session`` and its kinds Whale's while a run goes on, under all of their names.
-#
-# Not the names are replaced, but what their calls make: TensorFlow's own modules, and those that have imported the
-# classes before, get Whale's sessions too, and a session of Whale, which inherits from them, is what it says it is.
+# ``Session.__new__`` is replaced, not the name ``tf.compat.v1.Session``. So modules that have imported the class before
+# (TensorFlow's own, too) get Whale's sessions, and isinstance still holds, since Whale's sessions inherit from it.
 def patch_sessions() -> None:
-    """Patches the classes to make Whale's sessions during a run."""
+    """Patches session classes and functions so that they create Whale's sessions during a run."""
     for kind in (session.Session, session.InteractiveSession):
         kind.__new__ = staticmethod(_make_session)
     replace_function(tf.compat.v1.train.MonitoredTrainingSession, _init_monitored)
@@ -68,7 +69,9 @@ def _make_session(kind: type, *args: Any, **kwargs: Any) -> Any:
 
 
 def _init_monitored(original: Any, master: str = "", is_chief: bool = True, *args: Any, **kwargs: Any) -> Any:
-    """Makes every rank a chief, so that all have the same hooks and runs."""
+    """Replaces MonitoredTrainingSession: every rank is a chief, so that all ranks have the same hooks and make the same
+    runs.
+    """
     return original(master, is_chief or find_spread_run() is not None, *args, **kwargs)
 
 
@@ -80,7 +83,9 @@ def _init_supervisor(original: Any, *args: Any, **kwargs: Any) -> None:
 
 
 def patch_gradients() -> None:
-    """Patches ``tf.gradients``, and a tape's, to scale losses and unscale gradients during a float16 run."""
+    """Patches ``tf.gradients`` and ``GradientTape.gradient`` to scale losses and unscale gradients during a float16
+    run.
+    """
     replace_method(tf.GradientTape, "gradient", _wrap_tape_gradient)
     replace_method(gradients_util, "_GradientsHelper", _wrap_graph_gradients)
 
@@ -88,7 +93,7 @@ def patch_gradients() -> None:
 def _find_scale() -> LossScaleFeed | None:
     context = find_spread_run()
     if context is None or context.planning.own_programs is not None or ops.executing_eagerly_outside_functions():
-        return None  # a step that is a function has a scale of its own: see whale.capture.function
+        return None  # steps of wh.function have a loss scale of their own: see whale.capture.function
     return find_loss_scale_feed(context)
 
 
@@ -103,7 +108,10 @@ def _wrap_graph_gradients(original: Any, *args: Any, **named: Any) -> Any:
 
 
 def patch_switches() -> None:
-    """Patches ``disable_v2_behavior`` so that it keeps resource variables and control flow v2 during a run."""
+    """Patches ``disable_resource_variables`` and ``disable_control_flow_v2`` so that they do nothing during a run.
+
+    Scripts call these through ``disable_v2_behavior``.
+    """
     for _, name, _ in _SWITCHES.values():
         replace_function(getattr(tf.compat.v1, name), _keep_behavior)
 
@@ -114,7 +122,7 @@ def _keep_behavior(original: Callable[[], None]) -> None:
 
 
 def turn_on_switches() -> None:
-    """Enables the switches that are off, until the end of the run, and logs it."""
+    """Turns on resource variables and control flow v2 until the end of the run, and logs which of them were off."""
     context = find_spread_run()
     if context is None:
         return
@@ -124,11 +132,14 @@ def turn_on_switches() -> None:
         getattr(v1, on)()
         context.hooks.at_end.append(getattr(v1, back))
     if off and context.rank == 0:
-        log.info(f"turned on {' and '.join(off)} for the graphs that are built from now on (call wh.init() before)")
+        log.info(
+            f"turned on {' and '.join(off)} for graphs that are built from now on; call wh.init() before the graph is "
+            "built"
+        )
 
 
 def patch_timers() -> None:
-    """Patches hooks' timers and a supervisor's threads to follow the first rank."""
+    """Makes hooks and Supervisor threads that act every few seconds follow rank 0's clock."""
     replace_method(basic_session_run_hooks.SecondOrStepTimer, "should_trigger_for_step", _should_trigger)
     replace_method(coordinator.LooperThread, "start", _start)
 
@@ -151,9 +162,9 @@ def _follow_first_rank(mine: bool, context: Context) -> bool:
 
 
 def _start(original: Any, thread: Any) -> None:
-    """Replaces the start of a thread that acts every few seconds: it acts between the session's runs instead.
+    """Replaces the start of a Supervisor's thread: what it does every few seconds is done between the session's runs.
 
-    Threads of several ranks would make their runs in different orders.
+    Otherwise threads on different ranks would start runs in different orders.
     """
     context = find_spread_run()
     if context is None:
@@ -161,10 +172,10 @@ def _start(original: Any, thread: Any) -> None:
         return
     if thread._timer_interval_secs is None:
         raise ProgramError(
-            "a thread that acts without pause cannot be distributed",
+            "a LooperThread without an interval cannot be distributed: its runs would have no common order on ranks",
             given=f"{type(thread).__name__} without timer_interval_secs",
-            expected="seconds between its turns, or a queue runner",
-            action="give it timer_interval_secs, or act in the loop that trains",
+            expected="a thread with timer_interval_secs, or a queue runner",
+            action="pass timer_interval_secs to the thread, or do its work in the training loop",
         )
     due_s = time.time()
 

@@ -1,6 +1,6 @@
-"""Executes parts of a session's runs on one rank (reading data, writing files), and sends the others the values.
+"""Executes parts of a session's runs on rank 0 alone (reading data, writing files), and sends the values to all ranks.
 
-The values travel as bytes, and so does the error of a run that failed (``pack_values``, ``unpack_values``).
+Values are sent as bytes, and so is the error of a run that failed (``pack_values``, ``pack_error``, ``unpack_values``).
 """
 
 from __future__ import annotations
@@ -24,11 +24,13 @@ from whale.runtime.input.local_batches import ELEMENT_TIMEOUT_S
 
 
 class SingleRankRuns:
-    """Runs parts of a graph on one rank of the run.
+    """Runs parts of the user's graph in one process, without the other ranks.
 
     Args:
-      captures: of the user's graph.
-      lock: held during a capture: queue runners run beside the main thread.
+      captures: captures parts of the user's graph.
+      variables: the session's variables.
+      graph: the graph in which the ranks' programs run.
+      lock: held during a capture, since queue runners use the graph at the same time as the main thread.
     """
 
     def __init__(
@@ -45,7 +47,7 @@ class SingleRankRuns:
         self._used: dict[Hashable, list[str]] = {}
 
     def forget(self) -> None:
-        """Forgets the built runs, because variables have moved to other memory."""
+        """Drops all runs that were built, because variables have moved to other memory."""
         self._runs.clear()
 
     def run_on_first_rank(
@@ -57,10 +59,18 @@ class SingleRankRuns:
         written: frozenset[str] = frozenset(),
         and_before: bool = False,
     ) -> list[np.ndarray]:
-        """Returns the first rank's values on every rank, or raises its error there (an iterator that is at its end).
+        """Runs a part of the graph on rank 0, and returns its values on every rank; collective.
 
-        Where ``targets`` write files, operations in ``written`` have run already; ``and_before``: and what comes before
-        them.
+        Args:
+          outputs: the tensors to fetch.
+          feeds: values of fed tensors.
+          options: the RunOptions of Session.run.
+          targets: operations to run.
+          written: names of operations that have run already, and are left out.
+          and_before: whether to leave out also what these operations depend on.
+
+        Raises:
+          tf.errors.OpError: rank 0's error, such as OutOfRangeError at the end of an iterator; raised on every rank.
         """
         context = self._context
         if not context.has_other_processes:
@@ -86,8 +96,14 @@ class SingleRankRuns:
         written: frozenset[str] = frozenset(),
         and_before: bool = False,
     ) -> list[str]:
-        """Returns the names of variables that ``find`` finds in a run without the operations in ``written`` (see
-        ``remove_work``).
+        """Returns the names of variables that ``find`` selects from the program of a run.
+
+        Args:
+          find: returns names of variables of a program, e.g. ``list_changed_names``.
+          wanted: fetches and targets of the run.
+          feeds: values of fed tensors.
+          written: names of operations that are left out of the run.
+          and_before: whether to leave out also what these operations depend on.
         """
         key = (find, run_key([], wanted, feeds), written)
         with self._lock:
@@ -105,7 +121,16 @@ class SingleRankRuns:
         written: frozenset[str] = frozenset(),
         and_before: bool = False,
     ) -> list[np.ndarray]:
-        """Runs in this process only; operations in ``written`` are skipped."""
+        """Runs a part of the graph in this process only.
+
+        Args:
+          fetches: the tensors to fetch.
+          targets: operations to run.
+          feeds: values of fed tensors.
+          settings: (RunOptions, RunMetadata) of Session.run.
+          written: names of operations that have run already, and are left out.
+          and_before: whether to leave out also what these operations depend on.
+        """
         names = ", ".join(w.name for w in (*fetches, *targets))
         key = ("alone", run_key(fetches, targets, feeds), written)
         with open_span(self._context.trace, names, "input"):
@@ -122,13 +147,21 @@ class SingleRankRuns:
 
 
 def run_key(fetches: Sequence[Any], targets: Sequence[Any], feeds: Mapping[tf.Tensor, np.ndarray]) -> Hashable:
-    """Returns a key that identifies a run: its fetches and targets by name, its feeds by name and shape."""
+    """Returns a key that is equal for runs with the same names of fetches, targets and feeds, and the same fed
+    shapes.
+    """
     shapes = tuple((t.name, v.shape) for t, v in feeds.items())
     return tuple(t.name for t in fetches), tuple(op.name for op in targets), shapes
 
 
 class _Value(msgspec.Struct):
-    """An array: numbers as their memory, strings one by one."""
+    """Represents an array in a message.
+
+    Attributes:
+      dtype: name of the dtype; "" for strings.
+      shape: the array's shape.
+      data: the memory of the numbers; or a list of strings.
+    """
 
     dtype: str
     shape: tuple[int, ...]
@@ -147,15 +180,15 @@ def pack_values(values: Sequence[np.ndarray]) -> bytes:
 
 
 def pack_error(error: tf.errors.OpError) -> bytes:
-    """Encodes an error that ``unpack_values`` raises again, with the same class and message."""
+    """Encodes an error so that ``unpack_values`` raises one with the same class and message."""
     return msgspec.msgpack.encode(_Message(error_code=error.error_code, error=error.message or ""))
 
 
 def unpack_values(data: bytes) -> list[np.ndarray]:
-    """Decodes the arrays that ``pack_values`` was given.
+    """Decodes the arrays that ``pack_values`` has encoded.
 
     Raises:
-      tf.errors.OpError: the error that ``pack_error`` was given.
+      tf.errors.OpError: ``data`` comes from ``pack_error``.
     """
     message = msgspec.msgpack.decode(data, type=_Message)
     if message.error_code:

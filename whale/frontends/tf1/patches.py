@@ -1,8 +1,8 @@
-"""Patches classes of TensorFlow 1 for a run: estimators, ``SyncReplicasOptimizer``, and what writes files in Python.
+"""Patches classes of TensorFlow 1 for a run: Estimators, ``SyncReplicasOptimizer``, and classes that write files.
 
-Sessions of ``tf.estimator`` (TensorFlow up to 2.15) are Whale's, with their configuration and exports.
-``SyncReplicasOptimizer`` is replaced by the optimizer that it wraps: Whale's steps are synchronous anyway. Of the files
-that a script writes in Python, outside of session runs, only the first rank writes any.
+An Estimator (``tf.estimator``, TensorFlow up to 2.15) gets Whale's sessions, and exports on rank 0.
+``SyncReplicasOptimizer`` is replaced by the optimizer that it wraps, since Whale's steps are synchronous anyway. Files
+that Python code writes outside of session runs are written by rank 0 only.
 """
 
 from __future__ import annotations
@@ -36,12 +36,16 @@ ESTIMATOR_MODULES = ("tensorflow_estimator.python.estimator.training",)
 _CLUSTER = "TF_CONFIG"
 _STRATEGIES = ("train_distribute", "eval_distribute", "experimental_distribute")
 
-# Within Saver.save; what else writes or deletes checkpoints (those of tf.train) has ways of its own.
+# True within Saver.save. Other code that writes or deletes checkpoints (tf.train.Checkpoint) is patched elsewhere.
 _saving: contextvars.ContextVar[bool] = contextvars.ContextVar("saving", default=False)
 
 
 def patch_estimators(training: ModuleType) -> None:
-    """Patches Estimators; ``training`` is the last of their modules to be loaded."""
+    """Patches the classes of ``tf.estimator``.
+
+    Args:
+      training: the module tensorflow_estimator.python.estimator.training, which is loaded last.
+    """
     estimator, exporter = training.estimator_lib, training.exporter_lib
     if hasattr(estimator, "_whale_changed"):
         return
@@ -54,7 +58,9 @@ def patch_estimators(training: ModuleType) -> None:
 
 
 def _init_run_config(original: Any, config: Any, *args: Any, **kwargs: Any) -> None:
-    """Replaces RunConfig's constructor: the ranks appear as one machine."""
+    """Replaces RunConfig's constructor: ignores ``TF_CONFIG`` and strategies, so that the Estimator sees one
+    machine.
+    """
     context = find_spread_run()
     if context is None:
         original(config, *args, **kwargs)
@@ -69,19 +75,21 @@ def _init_run_config(original: Any, config: Any, *args: Any, **kwargs: Any) -> N
     left_out += [_CLUSTER] if cluster is not None else []
     if left_out and context.rank == 0 and "RunConfig" not in context.reports.whole:
         context.reports.whole.add("RunConfig")
-        log.info(f"RunConfig does without {', '.join(left_out)}: the ranks are those of the run")
+        log.info(f"RunConfig ignores {', '.join(left_out)}: the Estimator runs on the ranks of this run")
 
 
 def _complete_run_config(original: Any, config: Any, model_dir: Any) -> Any:
-    """Refuses configurations of TensorFlow's own clusters, and gives all ranks one folder for a model without any."""
+    """Refuses a RunConfig with a TensorFlow cluster; if there is no model_dir, all ranks get rank 0's temporary
+    folder.
+    """
     context = find_spread_run()
     if context is not None:
         if getattr(config, "cluster_spec", None):
             raise ProgramError(
-                "an Estimator's RunConfig describes a cluster of TensorFlow's own, instead of this run's ranks",
+                "an Estimator's RunConfig describes a TensorFlow cluster, instead of this run's ranks",
                 given=f"cluster {config.cluster_spec.as_dict()}",
-                expected="a RunConfig that was made after wh.init()",
-                action=f"call wh.init() first, or unset {_CLUSTER}",
+                expected="a RunConfig that is created after wh.init()",
+                action=f"call wh.init() before the RunConfig is created, or unset {_CLUSTER}",
             )
         if model_dir is None and getattr(config, "model_dir", None) is None and context.has_other_processes:
             mine = tempfile.mkdtemp().encode() if context.rank == 0 else None
@@ -97,7 +105,9 @@ def _broadcast(data: bytes | None, context: Context) -> bytes:
 
 
 def _export_on_first_rank(original: Any, *args: Any, **kwargs: Any) -> Any:
-    """Replaces exports: the first rank exports a checkpoint in a session of its own, and sends the others the path."""
+    """Replaces an Estimator's export: rank 0 exports from a checkpoint in a session of its own, and sends the path to
+    all.
+    """
     context = find_spread_run()
     if context is None:
         return original(*args, **kwargs)
@@ -115,17 +125,17 @@ def _export_on_first_rank(original: Any, *args: Any, **kwargs: Any) -> Any:
     result, reason = unpack(_broadcast(None, context))
     if reason:
         raise CheckpointError(
-            "an Estimator's model could not be exported",
+            "an Estimator's model could not be exported on rank 0",
             ranks="0",
             reason=reason,
-            expected="a directory that rank 0 can use, and a checkpoint",
-            action="see the reason",
+            expected="an export directory that rank 0 can write to, and a checkpoint of the model",
+            action="correct what the reason says",
         )
     return result
 
 
 def patch_optimizers() -> None:
-    """Patches ``SyncReplicasOptimizer`` to be replaced, during a run, by the optimizer that it wraps."""
+    """Patches ``SyncReplicasOptimizer`` so that during a run the optimizer that it wraps is used instead."""
     kind = tf.compat.v1.train.SyncReplicasOptimizer
     replace_method(kind, "__init__", _init_sync_replicas)
     replace_method(kind, "apply_gradients", _apply_gradients)
@@ -142,28 +152,28 @@ def _init_sync_replicas(original: Any, optimizer: Any, *args: Any, **kwargs: Any
     waits, replicas = optimizer._replicas_to_aggregate, optimizer._total_num_replicas
     if waits != replicas:
         raise ProgramError(
-            "SyncReplicasOptimizer sums the gradients of other batches than one of each replica",
+            "SyncReplicasOptimizer must aggregate one batch of each replica: a step of Whale is one global batch",
             given=f"replicas_to_aggregate={waits}, total_num_replicas={replicas}",
-            expected="equal numbers: a step of Whale is one global batch, divided over the ranks",
-            action="give both the number of ranks, and sum over steps by pipeline.micro_batches",
+            expected="replicas_to_aggregate equal to total_num_replicas",
+            action="set both to the number of ranks; to accumulate gradients, set pipeline.micro_batches",
         )
     _report_replacement(context)
     if optimizer._variable_averages is not None:
         raise ProgramError(
-            "SyncReplicasOptimizer averages variables in a thread of its own",
-            given="variable_averages",
-            expected="averages in the training step",
+            "SyncReplicasOptimizer with variable_averages is not supported: it averages in a thread beside the step",
+            given="SyncReplicasOptimizer(variable_averages=...)",
+            expected="averages that are computed in the training step",
             action="group the train_op with variable_averages.apply(variables), and leave variable_averages out",
         )
 
 
 def _report_replacement(context: Context) -> None:
-    """Logs once, on the first rank, that the optimizer was replaced."""
+    """Logs on rank 0, once per run, that SyncReplicasOptimizer was replaced."""
     if context.rank == 0 and "SyncReplicasOptimizer" not in context.reports.whole:
         context.reports.whole.add("SyncReplicasOptimizer")
         log.info(
-            "SyncReplicasOptimizer stands for the optimizer that it wraps: a step computes the global batch on "
-            "all ranks at once"
+            "SyncReplicasOptimizer is replaced by the optimizer that it wraps: each step of Whale computes the global "
+            "batch synchronously on all ranks"
         )
 
 
@@ -196,7 +206,7 @@ def _make_hook(original: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def patch_writers() -> None:
-    """Patches the functions that write files to write on one rank."""
+    """Patches the functions that write checkpoints, graphs and summaries from Python to write on rank 0 only."""
     replace_method(saver.Saver, "save", _save)
     replace_method(saver.Saver, "export_meta_graph", _export_meta_graph)
     for name in ("update_checkpoint_state_internal", "_delete_file_if_exists"):
@@ -206,7 +216,7 @@ def patch_writers() -> None:
 
 
 def _save(original: Any, *args: Any, **kwargs: Any) -> Any:
-    """Replaces ``Saver.save``: all ranks wait until the first has written all files of the checkpoint."""
+    """Replaces ``Saver.save``: all ranks wait until rank 0 has written all files of the checkpoint; collective."""
     context = find_spread_run()
     token = _saving.set(True)
     try:
@@ -235,7 +245,7 @@ def _write_graph(original: Any, graph: Any, logdir: Any, name: Any, *args: Any, 
 
 
 class _NullWriter:
-    """A writer that discards events."""
+    """Replaces a summary writer's event writer on ranks that write no files; discards all events."""
 
     def __init__(self, logdir: Any) -> None:
         self._logdir = str(logdir)
@@ -257,7 +267,7 @@ class _NullWriter:
 
 
 def _make_file_writer(original: Any, writer: Any, logdir: Any, *args: Any, **kwargs: Any) -> None:
-    """Replaces ``FileWriter(...)``: only the first rank writes, since what sessions return is equal on all ranks."""
+    """Replaces FileWriter's constructor: only rank 0 writes, since sessions return equal values on all ranks."""
     context = find_following_run()
     if find_spread_run() is not None:
         kwargs.pop("session", None)  # its operations would write in runs that all ranks make

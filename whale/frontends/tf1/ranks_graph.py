@@ -1,6 +1,6 @@
-"""Builds the graph in which a session's ranks run: their programs side by side, with state kept between runs.
+"""Builds the graph in which a session executes the programs of this process's ranks.
 
-In this graph variables and other resources have the names by which the session, and its ranks, find them.
+In this graph, variables and other resources have shared names, by which all runs of the session find them.
 """
 
 from __future__ import annotations
@@ -25,32 +25,35 @@ Run = Callable[[Mapping[tf.Tensor, np.ndarray], tuple[Any, Any]], list[Any]]
 
 
 class RanksGraph:
-    """A graph for the ranks, and the session that runs it.
+    """Holds the graph with the ranks' programs, and the plain TensorFlow session that runs it.
 
     Args:
-      config: a tf.compat.v1.ConfigProto, as for the user's session.
-      offload: the run's configuration, if variables may be offloaded to the host's memory.
+      config: the tf.compat.v1.ConfigProto of the user's session.
+      offload: the run's configuration if ``memory.offload`` is set; None otherwise.
 
     Raises:
-      ConfigError: they may not, since this session computes in the host's memory.
+      ConfigError: ``memory.offload`` is set, but this session has no accelerator.
     """
 
     def __init__(self, config: Any, offload: Config | None = None) -> None:
         self.graph = tf.Graph()
         self.session = PlainSession(graph=self.graph, config=config)
         device = "" if offload is None else compute_device(offload, self.session.list_devices())
-        # What an accelerator can compute goes there by itself.
+        # TensorFlow places operations on an accelerator by itself.
         self._computes = device if "CPU" in device else ""
         self._streams = new_streams()
         self._kept: dict[Hashable, tf.Tensor] = {}  # what later runs read of earlier ones, because it has a state
 
     def close(self) -> None:
-        """Frees the ranks' memory."""
+        """Closes the session and frees the variables."""
         self.session.close()
 
     def device(self, op: tf.Operation) -> str:
-        """Returns the device of operations without a device: that of their variable, else the one beside the host's
-        memory.
+        """Returns the device for an operation: its own, else that of the variable that it uses, else a default; may be
+        "".
+
+        The default is a CPU device beside the host's, if ``memory.offload`` uses one in place of an accelerator;
+        otherwise it is "", and TensorFlow places operations on an accelerator by itself.
         """
         handles = [t.op.device for t in op.inputs if t.dtype == tf.resource]
         return str(op.device or next(iter(handles), self._computes))
@@ -64,13 +67,15 @@ class RanksGraph:
         alone: bool = False,
         on_host: Collection[str] = (),
     ) -> Run:
-        """Adds the ranks' programs side by side to the graph, and returns them as a function of the feeds.
+        """Adds the programs of this process's ranks to the graph, and returns a function that runs them together.
 
         Args:
-          name: prefix of the nodes' names; made unique.
-          arguments: the programs' inputs; fed: names of the tensors of the user's graph that feed them.
-          alone: not all ranks make this run, so it must not advance random streams that they share.
-          on_host: names of the variables in the host's memory beside an accelerator.
+          ranks: one program per rank of this process.
+          name: prefix for the nodes' names; it is made unique.
+          arguments: names of the programs' inputs.
+          fed: for each input, the name of the tensor of the user's graph that is fed.
+          alone: True if not all ranks make this run, so that it must not advance random streams that the ranks share.
+          on_host: names of variables that are kept in host memory beside an accelerator.
         """
         tag = make_unique_name(name)
         inputs: list[Any] = []
@@ -83,7 +88,7 @@ class RanksGraph:
             names = [f"{r.node}:{r.index}" for r in program.outputs]
             elements = [*names, *program.effects, *(f"{n}:0" for n in arguments)]
             prefix = f"{tag}_rank{position}"
-            # This kind of iterator goes by its node's name and takes no other: it stays in the run that came first.
+            # A OneShotIterator is shared by its node's name: later runs read that of the first run.
             with_state = {f"{n.name}:0": n.name for n in program.nodes if n.op == "OneShotIterator"}
             known = {t: self._kept[position, k] for t, k in with_state.items() if (position, k) in self._kept}
             with self.graph.as_default(), self.graph.device(self.device):
@@ -117,28 +122,28 @@ class RanksGraph:
 
 
 class PlainSession(session.Session):  # type: ignore[misc]
-    """A session of this process alone, whatever class replaces ``tf.compat.v1.Session`` at the time."""
+    """Is TensorFlow's own session, also while Whale replaces ``tf.compat.v1.Session``."""
 
 
 def find_name(handle: Node) -> str:
-    """Returns the name under which the session knows a variable."""
+    """Returns the name of a variable in the session: the handle's shared name, else its node's name."""
     return str(handle.attrs.get("shared_name") or handle.name)
 
 
 def make_rank_prefix(position: int) -> str:
-    """Returns the prefix of the names of variables (and tables, queues) of this process's rank number ``position``."""
+    """Returns the prefix for names of resources of the process's rank number ``position``; "" for the first one."""
     return f"whale_rank{position}/" if position else ""
 
 
 def _rename_resources(program: Program, position: int, on_host: Collection[str]) -> Program:
-    """Renames the resources of a program for the session, where variables, tables, queues and iterators are found by
-    name.
+    """Gives the resources of a program (variables, tables, queues, iterators) the names that they have in the session.
 
-    The first rank's have the user's names, those of in-process ranks others. A resource without a shared name has its
-    node's, as in TensorFlow.
+    Those of the process's first rank have the user's names, those of further in-process ranks a prefix. A resource
+    without a shared name gets the name of its node, as in TensorFlow.
 
     Args:
-      on_host: names of the variables in the host's memory beside an accelerator.
+      position: number of the rank within this process.
+      on_host: names of variables that are kept in host memory beside an accelerator.
     """
     prefix = make_rank_prefix(position)
 

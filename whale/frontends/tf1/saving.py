@@ -1,4 +1,4 @@
-"""Saves a session's split variables: each rank writes its parts into the files of a tf Saver.
+"""Saves a session's variables when some are sharded: each rank writes its parts into the checkpoint of a tf Saver.
 
 Decision: 0046.
 """
@@ -30,11 +30,13 @@ _Part = tuple[str, str, Callable[[], Any]]
 
 
 class CheckpointRuns:
-    """Executes a session's runs that write checkpoints: on the first rank, with parts from other ranks.
+    """Executes a session's runs that write checkpoints: on rank 0, with parts from the other ranks.
 
     Args:
-      run_on_all: a run of all ranks, as the session makes it.
-      saves_behind: returns the SaveV2 operations behind operations and tensors.
+      one_rank: runs parts of the graph on rank 0.
+      variables: the session's variables.
+      run_on_all: makes a run on all ranks, as the session does.
+      saves_behind: returns the SaveV2 operations that given operations and tensors depend on.
     """
 
     def __init__(
@@ -55,14 +57,21 @@ class CheckpointRuns:
         feeds: Feeds,
         settings: Settings,
     ) -> list[Any]:
-        """Runs and returns the fetched values once the files are complete, on all ranks. Collective between
-        processes.
+        """Makes a run that writes checkpoints, and returns the fetched values once all files are complete; collective.
 
-        Operations that change variables run on all ranks; the files get the new values.
+        Operations that change variables run on all ranks before the files are written, so the files have the new
+        values.
+
+        Args:
+          saves: the operations of the run that write checkpoints.
+          fetches: the tensors to fetch.
+          targets: the operations to run.
+          feeds: values of fed tensors.
+          settings: (RunOptions, RunMetadata) of Session.run.
 
         Raises:
           ProgramError: an operation that changes variables waits for a checkpoint.
-          CheckpointError: a rank could not write; on every rank.
+          CheckpointError: a rank could not write; raised on every rank.
         """
         files, rest = [op for op in saves if op.type == "SaveV2"], [*fetches, *targets]
         found: dict[tf.Tensor, Any] = {}
@@ -74,9 +83,9 @@ class CheckpointRuns:
                 raise ProgramError(
                     "a run changes variables after it has written a checkpoint",
                     op=late[0],
-                    given="an operation that waits for one that saves",
-                    expected="changes before the checkpoint, or in another run",
-                    action="save in a run of its own, and run the operation after it",
+                    given="an operation that changes variables and has a control input from a save operation",
+                    expected="changes before the checkpoint is written, or in another Session.run",
+                    action="save in one Session.run, and run the operation in the next one",
                 )
             found = self._run_before(files, rest, fetches, targets, feeds, settings)
         done = self._write(files, found, feeds, settings[0])
@@ -96,8 +105,8 @@ class CheckpointRuns:
         feeds: Feeds,
         settings: Settings,
     ) -> dict[tf.Tensor, Any]:
-        """Runs all operations except ``rest``, which waits for a checkpoint. Returns the fetched and the saved
-        values.
+        """Runs all operations except ``rest``, which depends on a checkpoint; returns the fetched values and those to
+        save.
         """
         tensors = dict.fromkeys(t for t in fetches if t not in rest)
         tensors.update(dict.fromkeys(t for save in files for t in (save.inputs[0], *save.inputs[3:])))
@@ -108,8 +117,10 @@ class CheckpointRuns:
     def _write(
         self, files: Sequence[tf.Operation], found: Mapping[tf.Tensor, Any], feeds: Feeds, options: Any
     ) -> frozenset[str]:
-        """Writes the files for which other ranks have parts, or with the values in ``found``. Returns the names of the
-        executed operations.
+        """Writes the files whose values are in ``found``, or that have parts from other ranks.
+
+        Returns:
+          Names of the SaveV2 operations that are done.
         """
         done = set()
         for op in files:
@@ -130,19 +141,21 @@ def _list_saved_variables(save: tf.Operation) -> list[str]:
 
 
 def _list_saved_tensors(save: tf.Operation) -> list[tf.Tensor]:
-    """Returns the tensor with a SaveV2's file name, and its inputs that are not a variable's value."""
+    """Returns the tensor with the file name of a SaveV2, and those inputs that are not the value of a variable."""
     return [save.inputs[0], *(t for t in save.inputs[3:] if _find_variable(t) is None)]
 
 
 def _write_parts(save: tf.Operation, path: str, values: Mapping[tf.Tensor, np.ndarray], held: SessionVariables) -> None:
-    """Executes a SaveV2 in parallel, with a part from each rank. Collective between processes.
+    """Executes a SaveV2 with each rank writing its own parts, which rank 0 then merges; collective.
 
     Args:
-      path: of the files.
-      values: of inputs that are not variables, and of variables whose written value is not the present one.
+      save: the SaveV2 operation.
+      path: prefix of the checkpoint's files.
+      values: values of those inputs that are not to be read from variables.
+      held: the session's variables.
 
     Raises:
-      CheckpointError: a rank could not write; on every rank.
+      CheckpointError: a rank could not write; raised on every rank.
     """
     keys, specs = ([text.decode() for text in tf.get_static_value(t)] for t in save.inputs[1:3])
     shares: list[list[_Part]] = [[] for _ in range(held.context.size)]
@@ -180,7 +193,11 @@ def _write_parts(save: tf.Operation, path: str, values: Mapping[tf.Tensor, np.nd
 
 
 def _act_together(when: str, act: Callable[[], None], path: str, context: Context) -> None:
-    """Calls ``act`` on every rank; raises CheckpointError on all of them if one fails."""
+    """Calls ``act`` on every rank, and raises a CheckpointError on all of them if it fails on one; collective.
+
+    Args:
+      when: "written" or "merged", for the error.
+    """
     said = [b""]
     try:
         with tf_context.eager_mode():
@@ -197,18 +214,20 @@ def _act_together(when: str, act: Callable[[], None], path: str, context: Contex
             given=path,
             ranks=", ".join(map(str, failed)),
             reason=said[failed[0]].decode(errors="replace"),
-            expected="a directory with room that every rank can use",
-            action="see the reason; checkpoints before it are intact",
+            expected="a directory with free space that every rank can write to",
+            action="correct what the reason says; earlier checkpoints are intact",
         )
 
 
 def _list_parts(key: str, spec: str, name: str, held: SessionVariables) -> list[tuple[int, _Part]]:
-    """Returns (rank, its entries) for a variable that is split, or not on the first rank, or deferred.
+    """Returns (rank, part of the checkpoint that the rank writes) for a variable that is not replicated on all ranks.
 
-    A deferred value is computed, and not kept.
+    A deferred initial value is computed for this and not kept.
 
     Args:
-      spec: the slice of ``key`` in the checkpoint that the variable is; "": all of it.
+      key: name in the checkpoint.
+      spec: the slice of ``key`` that the variable is; "" if it is all of it.
+      name: name of the variable.
     """
     initial = held.find_deferred(name)
     if initial is not None:
@@ -244,7 +263,9 @@ def _list_parts(key: str, spec: str, name: str, held: SessionVariables) -> list[
 
 
 def _format_slice(spec: str, region: Region, shape: tuple[int, ...]) -> str:
-    """Returns the slice of the checkpoint's tensor for a region of a variable, which may be a slice itself."""
+    """Returns the slice spec of a variable's region in the checkpoint; the variable may itself be a slice of a tensor
+    there.
+    """
     if not spec:
         return format_spec(region, shape)
     *whole, slices = spec.split(" ")
@@ -253,7 +274,7 @@ def _format_slice(spec: str, region: Region, shape: tuple[int, ...]) -> str:
 
 
 def _find_variable(tensor: tf.Tensor) -> str | None:
-    """Returns the name of the variable whose value a tensor is; None if it is computed otherwise."""
+    """Returns the name of the variable whose value ``tensor`` is; None if it is something else."""
     while tensor.op.type == "Identity":
         tensor = tensor.op.inputs[0]
     if tensor.op.type != "ReadVariableOp" or tensor.op.inputs[0].op.type != "VarHandleOp":

@@ -1,6 +1,6 @@
-"""Defines ``wh.Session``: TensorFlow 1 sessions whose runs are distributed over the ranks.
+"""Defines ``wh.Session``, a TensorFlow 1 session whose runs are distributed over the ranks.
 
-For float16 the loss scale is fed to a session's runs, and adjusted after overflows (``ScaledLosses``).
+With float16, a loss scale is fed to each run and adapted after overflows (``ScaledLosses``).
 
 Decision: 0070.
 """
@@ -56,40 +56,40 @@ from whale.runtime.loss_scale import find_loss_scale_feed
 
 
 class DistributedSession(BaseSession):  # type: ignore[misc]
-    """Runs parts of a graph on all ranks: what the sessions below share.
+    """Runs parts of a graph on all ranks; the base class of ``wh.Session`` and ``wh.InteractiveSession``.
 
-    Every rank makes the same runs. What is fed is global (the whole batch), and so is what is fetched. The first run of
-    a set of fetches and shapes compiles it. Variables live in this session's ranks: initialise or restore them through
-    it.
+    Every rank makes the same runs. Fed values are global (the whole batch), and so are fetched ones. The first run with
+    some fetches and shapes compiles a program. Variables live in this session, so they have to be initialised or
+    restored through it.
 
-    What brings data into the graph (iterators, dequeues, Python functions of feeds and constants) runs on the first
-    rank, before the rest of the run; its values are then the batch that is divided. Queue runners fill every rank's
-    queues; the first rank's are read. With ``batch.mode="local"`` every rank feeds or brings in a batch of its own, and
-    the global batch is all of them in order of ranks.
+    Operations that bring data into the graph (iterators, dequeues, Python functions of feeds and constants) run on rank
+    0, before the rest of the run; their values are then the batch that is divided. Queue runners fill every rank's
+    queues, but only rank 0's are read. With ``batch.mode="local"`` every rank feeds or reads a batch of its own, and
+    the global batch is their concatenation in order of ranks.
 
     Args:
-      target: must be "": Whale starts the processes, TensorFlow's servers take no part.
-      graph: the graph to run; default the current one. Its variables must be resource variables.
+      target: must be "": the launcher starts the processes, and no TensorFlow server takes part.
+      graph: the graph to run; None: the default graph. Its variables must be resource variables.
       config: a tf.compat.v1.ConfigProto.
 
     Raises:
-      ClusterError: made before ``wh.init``.
+      ClusterError: created before ``wh.init``.
       ProgramError: ``target`` names a server.
-      ConfigError: ``memory.offload`` without a device beside the host's memory.
+      ConfigError: ``memory.offload`` is set, but there is no accelerator.
     """
 
     def __init__(self, target: str = "", graph: tf.Graph | None = None, config: Any = None):
         self._whale = require_current("wh.Session")
         if target:
             raise ProgramError(
-                "wh.Session runs in this process",
+                "wh.Session runs in this process, and cannot connect to a TensorFlow server",
                 given=f"target={target!r}",
                 expected='target=""',
                 action="start the script with `whale run -np N` and leave the target out",
             )
         refuse_session(self._whale)
         super().__init__("", graph, config)
-        self._fed = threading.local()  # ``rows``: of every rank, of what a thread's run is fed with a part of
+        self._fed = threading.local()  # ``rows``: name of a tensor fed by parts -> rows per rank, of this thread's run
         self._acts_between = False
         offloads = self._whale.planning.dry is None and bool(self._whale.config["memory.offload"])
         self._ranks_graph = RanksGraph(config, self._whale.config if offloads else None)
@@ -113,7 +113,11 @@ class DistributedSession(BaseSession):  # type: ignore[misc]
         self._layouts: dict[Hashable, dict[str, Layout]] = {}
 
     def plan(self, fetches: Any, feed_dict: Any = None) -> Plan:
-        """Returns the plan of a run (compiled now if it is new; collective between processes). Nothing is run."""
+        """Returns the plan of a run without executing it; compiles it if it is new. Collective between processes.
+
+        Raises:
+          ProgramError: all fetches are fed, so that there is nothing to plan.
+        """
         self._capture_only = True
         try:
             self.run(fetches, feed_dict)
@@ -122,10 +126,10 @@ class DistributedSession(BaseSession):  # type: ignore[misc]
         finally:
             self._capture_only = False
         raise ProgramError(
-            "this run computes nothing",
+            "wh.Session.plan got fetches for which nothing is computed",
             given=repr(fetches),
             expected="fetches that are not fed",
-            action="fetch a tensor or operation of the step",
+            action="fetch a tensor or operation of the training step",
         )
 
     def close(self) -> None:
@@ -134,7 +138,7 @@ class DistributedSession(BaseSession):  # type: ignore[misc]
         super().close()
 
     def make_callable(self, fetches: Any, feed_list: Any = None, accept_options: bool = False) -> Any:
-        """Returns a callable that runs ``fetches``, fed in the order of ``feed_list``; same results as ``run``."""
+        """Returns a function that runs ``fetches``, with one argument for each tensor of ``feed_list``."""
         feeds = list(feed_list or ())
 
         def call(*values: Any, options: Any = None, run_metadata: Any = None) -> Any:
@@ -145,14 +149,16 @@ class DistributedSession(BaseSession):  # type: ignore[misc]
         return call
 
     def _make_callable_from_options(self, callable_options: Any) -> Any:
-        """Returns the callable that Keras runs in graphs: a message names its fetches, feeds and targets."""
+        """Returns the callable that graph-mode Keras runs; its fetches, feeds and targets come in a CallableOptions
+        proto.
+        """
         asked = config_pb2.CallableOptions()
         asked.ParseFromString(callable_options.SerializeToString())
         if asked.tensor_connection:
             raise ProgramError(
-                "a run that feeds a tensor with another one cannot be distributed",
-                given="tensor_connection",
-                expected="values",
+                "a callable that feeds one tensor from another cannot be distributed",
+                given="CallableOptions.tensor_connection",
+                expected="feeds with values only",
                 action="feed values, or connect the tensors when the graph is built",
             )
         element = self.graph.as_graph_element
@@ -165,8 +171,8 @@ class DistributedSession(BaseSession):  # type: ignore[misc]
         return call
 
     def run(self, fetches: Any, feed_dict: Any = None, options: Any = None, run_metadata: Any = None) -> Any:
-        """Executes a run as TensorFlow's session does. Batches of ``wh.shard`` may be fed: each rank feeds its rows of
-        them.
+        """Makes a run as ``tf.compat.v1.Session.run`` does; batches of ``wh.shard`` may be fed, of which each rank
+        feeds its rows.
         """
         feeds, self._fed.rows = replace_fed_rows(feed_dict, self._whale)
         try:
@@ -177,14 +183,14 @@ class DistributedSession(BaseSession):  # type: ignore[misc]
     def _do_run(
         self, handle: Any, target_list: Any, fetch_list: Any, feed_dict: Any, options: Any, run_metadata: Any
     ) -> Any:
-        """Runs fetches and feeds that TensorFlow's session has already flattened and converted."""
+        """Makes a run with fetches and feeds that TensorFlow's ``Session.run`` has flattened and converted."""
         values = self._run_parts(handle, target_list, fetch_list, feed_dict, options, run_metadata)
         if (
             self._whale.hooks.between_runs
             and not self._acts_between
             and not _is_only_filling_queues(target_list, fetch_list)
         ):
-            self._acts_between = True  # what is done between runs makes runs
+            self._acts_between = True  # hooks between runs make runs themselves
             try:
                 for act in list(self._whale.hooks.between_runs):
                     act()
@@ -198,8 +204,8 @@ class DistributedSession(BaseSession):  # type: ignore[misc]
         if handle is not None:
             raise ProgramError(
                 "a partial run cannot be distributed",
-                given="partial_run",
-                expected="run",
+                given="Session.partial_run",
+                expected="Session.run",
                 action="run the step as a whole with Session.run",
             )
         feeds: Mapping[tf.Tensor, np.ndarray] = {ref.deref(): np.asarray(value) for ref, value in feed_dict.items()}
@@ -220,7 +226,7 @@ class DistributedSession(BaseSession):  # type: ignore[misc]
         feeds: Mapping[tf.Tensor, np.ndarray],
         settings: tuple[Any, Any],
     ) -> list[Any]:
-        """Runs on all ranks, after the sources that bring data in for the run."""
+        """Makes a run on all ranks, after the operations that bring in its data."""
         options = settings[0]
         batches = find_batch_readers(self._whale, self.graph)
         feeds = join_fed_parts(feeds, batches, self._whale)
@@ -235,7 +241,7 @@ class DistributedSession(BaseSession):  # type: ignore[misc]
     def _find_operations(
         self, wanted: Sequence[Any], feeds: Mapping[tf.Tensor, np.ndarray], ops: Any
     ) -> list[tf.Operation]:
-        """Returns the operations of some types that run for ``wanted``."""
+        """Returns the operations of op types ``ops`` that run for ``wanted``."""
         key = ops, tuple(w.name for w in wanted), frozenset(t.name for t in feeds)
         if key not in self._saving:
             with self._lock:
@@ -243,7 +249,9 @@ class DistributedSession(BaseSession):  # type: ignore[misc]
         return self._saving[key]
 
     def _begin_datasets(self, wanted: Sequence[Any], feeds: Mapping[tf.Tensor, np.ndarray], options: Any) -> set[str]:
-        """Initialises iterators over per-rank datasets. Returns the names of the executed operations."""
+        """Initialises iterators on this rank if each rank reads its own data; returns the names of the operations that
+        ran.
+        """
         if not self._whale.has_local_batch:
             return set()
         if begins := self._find_operations(wanted, feeds, BEGINS):
@@ -258,7 +266,15 @@ class DistributedSession(BaseSession):  # type: ignore[misc]
         done: Collection[str],
         settings: tuple[Any, Any],
     ) -> list[Any]:
-        """Executes a run on all ranks; ``settings`` are the options and metadata buffers of Session.run."""
+        """Makes a run on all ranks, and compiles it first if it is new.
+
+        Args:
+          fetches: tensors to fetch.
+          targets: operations to run.
+          feeds: values of fed tensors, those that were brought in included.
+          done: names of operations that have run already.
+          settings: (RunOptions, RunMetadata) of Session.run.
+        """
         if not fetches and not targets:
             return []
         feeds, answers = self._scaled.extend_run([*fetches, *targets], feeds)
@@ -292,7 +308,7 @@ class DistributedSession(BaseSession):  # type: ignore[misc]
             raise
 
     def _settle(self, key: Hashable) -> None:
-        """Moves variables to the layout of a run; forgets runs compiled for other layouts."""
+        """Moves variables to the layouts of a run, and drops runs that were compiled for other layouts of them."""
         moved = self._variables.move_to_layouts(self._layouts[key])
         for other, layouts in list(self._layouts.items()) if moved else ():
             if any(name in layouts and layouts[name] != self._layouts[key][name] for name in moved):
@@ -301,8 +317,9 @@ class DistributedSession(BaseSession):  # type: ignore[misc]
             self._one_rank.forget()
 
     def _find_fed_rows(self, feeds: Mapping[tf.Tensor, np.ndarray]) -> dict[str, tuple[int, ...]]:
-        """Maps fed tensors of which each rank has its own part to the rows of every rank. Collective with local
-        batches.
+        """Returns the number of rows per rank, for fed tensors of which each rank feeds its own part.
+
+        Collective if ``batch.mode`` is "local".
         """
         context = self._whale
         batches, rows = find_batch_readers(context, self.graph), getattr(self._fed, "rows", {})
@@ -361,30 +378,30 @@ class DistributedSession(BaseSession):  # type: ignore[misc]
 
 
 def _is_only_filling_queues(targets: Sequence[tf.Operation], fetches: Sequence[Any]) -> bool:
-    """Tells whether a run only enqueues, as those of queue runners do."""
+    """Returns True if a run only enqueues, as the runs of queue runners do."""
     return bool(targets) and not fetches and all(op.type in QUEUE_WRITES for op in targets)
 
 
 class Session(DistributedSession, tf.compat.v1.Session):  # type: ignore[misc]
-    """Takes the place of tf.compat.v1.Session, as a context manager too; see ``DistributedSession``."""
+    """Replaces tf.compat.v1.Session; see ``DistributedSession``."""
 
 
 class InteractiveSession(DistributedSession, tf.compat.v1.InteractiveSession):  # type: ignore[misc]
-    """Replaces tf.compat.v1.InteractiveSession: the default session from its creation on."""
+    """Replaces tf.compat.v1.InteractiveSession, which is the default session from its creation on."""
 
 
 class _PlanOnly(BaseException):
-    """Raised to leave Session.run once the plan is known."""
+    """Raised to leave ``Session.run`` once the plan is known, for ``plan``."""
 
     def __init__(self, plan: Plan):
         self.plan = plan
 
 
 def read_last(program: Program) -> Program:
-    """Returns ``program`` with every fetched read of a variable ordered after the run's updates of it.
+    """Returns ``program`` with each fetched read of a variable placed after all updates of the variable in the run.
 
-    Without an order TensorFlow reads a resource variable before or after; a variable of version 1 by reference, after.
-    A read that the script has put in an order keeps it, and so does what else reads the same node.
+    Without a control edge, TensorFlow may read a resource variable before or after an update; a fetched reference
+    variable was read after it. A read that has control inputs keeps its place, and so do other consumers of a read.
     """
     outputs = list(program.outputs)
     added: dict[str, Node] = {}
@@ -403,13 +420,13 @@ def read_last(program: Program) -> Program:
 
 
 def _find_read(program: Program, ref: Ref) -> Node | None:
-    """Returns the read of a variable that a fetched tensor is, if no control input orders it; else None."""
+    """Returns the ReadVariableOp that outputs ``ref``; None if it is another op, or has control inputs."""
     node = program.by_name[ref.node]
     return node if node.op == "ReadVariableOp" and not node.controls else None
 
 
 def _list_updates(program: Program, read: Node) -> list[str]:
-    """Returns the names of the nodes that change, or may change, the variable that is read."""
+    """Returns the names of the nodes that change, or may change, the variable that ``read`` reads."""
     users = program.consumers.get(read.inputs[0], ())
     return list(dict.fromkeys(node.name for node, _ in users if node.op not in READS))
 
@@ -417,9 +434,12 @@ def _list_updates(program: Program, read: Node) -> list[str]:
 # Runs what brings data into a session's runs (iterators, dequeues, Python functions) on the first rank, ahead of the
 # rest.
 class Sources:
-    """The data sources of a session's graph, cached for each set of fetches.
+    """Finds and runs the operations that bring data into a session's runs, such as iterators and dequeues.
 
     Args:
+      context: the run.
+      captures: captures parts of the user's graph.
+      one_rank: runs parts of the graph on one rank.
       lock: held while the graph is searched.
     """
 
@@ -438,13 +458,17 @@ class Sources:
         plan_only: bool,
         batches: BatchReaders | None = None,
     ) -> tuple[dict[tf.Tensor, np.ndarray], set[str]]:
-        """Runs the data sources (iterators, dequeues). Returns (all feeds including their values, names of executed
-        operations).
+        """Runs the operations that bring in data for a run.
 
         Args:
-          wanted: fetches and targets.
-          plan_only: nothing runs; sources get shapes, and no values.
-          batches: the ranks that run them; None: the first one.
+          wanted: fetches and targets of the run.
+          feeds: values that the user feeds.
+          options: the RunOptions of Session.run.
+          plan_only: True to run nothing, and return zeros of the expected shapes.
+          batches: the ranks that read; None: rank 0 reads, and sends the values to all ranks.
+
+        Returns:
+          (all feeds: the user's and the values that were brought in; names of the operations that ran).
         """
         given, done = dict(feeds), set[str]()
         while True:
@@ -453,7 +477,7 @@ class Sources:
                 with self._lock:
                     self._sources[key] = self._captures.find_sources(wanted, given)
             if not self._sources[key]:
-                # Values that were brought in go first: the first input tells which size is the batch's.
+                # Values that were brought in go first: the size of the first input is taken as the batch size.
                 return {t: given[t] for t in sorted(given, key=lambda t: t in feeds)}, done
             for source in self._sources[key]:
                 outputs = list(source.operation.outputs)
@@ -476,27 +500,32 @@ class Sources:
                 done.add(source.operation.name)
 
     def _find_expected_shapes(self, outputs: Sequence[tf.Tensor]) -> list[tuple[tf.Tensor, Sequence[int]]]:
-        """Returns the shapes of a source's outputs, known from the graph or else from the last run."""
+        """Returns (output, shape) for each output of a source; the shape is static, or else that of the last run.
+
+        Raises:
+          ProgramError: the shape is not static, and there was no run so far.
+        """
         found: list[tuple[tf.Tensor, Sequence[int]]] = []
         for t in outputs:
             shape = t.shape.as_list() if t.shape.is_fully_defined() else self._seen.get(t.name)
             if shape is None:
                 raise ProgramError(
-                    "a plan needs to know the size of the batch, and only a run brings it in",
+                    "wh.Session.plan does not know the batch size, since no run has read a batch so far",
                     op=t.name,
-                    given=t.shape,
-                    expected="a static shape",
-                    action="run the step once before asking for its plan, or batch with drop_remainder=True",
+                    given=f"shape {t.shape}",
+                    expected="a static shape, or an earlier run",
+                    action="run the step once before wh.Session.plan, or batch with drop_remainder=True",
                 )
             found.append((t, shape))
         return found
 
 
 class ScaledLosses:
-    """The scaled losses of one session's graph.
+    """Feeds the loss scale to the runs of one session's graph, and adapts it.
 
     Args:
-      scale: of the run; None: losses are not scaled.
+      scale: the run's loss scale; None: losses are not scaled.
+      captures: captures parts of the session's graph.
     """
 
     def __init__(self, scale: LossScaleFeed | None, captures: GraphCapture) -> None:
@@ -506,8 +535,8 @@ class ScaledLosses:
     def extend_run(
         self, wanted: Sequence[Any], feeds: Mapping[tf.Tensor, np.ndarray]
     ) -> tuple[Mapping[tf.Tensor, np.ndarray], list[tf.Tensor]]:
-        """Returns the feeds and the additional fetches of a run of ``wanted``: the flag whether all gradients are
-        finite.
+        """Returns the feeds and additional fetches of a run: feeds with the loss scale, and flags "all gradients are
+        finite".
         """
         if self._scale is None:
             return feeds, []
@@ -520,39 +549,45 @@ class ScaledLosses:
         return {**feeds, **fed}, [LossScaleFeed.answer(op) for op in scales]
 
     def update_scale(self, answers: Sequence[Any]) -> None:
-        """Adjusts the scale after a run, by the fetched flags."""
+        """Adapts the scale after a run.
+
+        Args:
+          answers: the fetched flags "all gradients are finite"; empty: the run computed no gradients.
+        """
         if self._scale is not None and answers:
             self._scale.update(all(answers))
 
     def refuse(self, program: Program) -> None:
-        """Raises PlanError where updates read gradients of losses that were not scaled."""
+        """Raises a PlanError if a program applies gradients of losses that were not scaled, although losses have
+        to be.
+        """
         if self._scale is None or any(node.marks.unscaled for node in program.nodes):
             return
         update = next((n for n in program.nodes if n.op.startswith(("ResourceApply", "ResourceSparseApply"))), None)
         if update is not None:
             raise PlanError(
-                "gradients of losses that are not scaled are lost in float16",
+                "an update applies gradients of a loss without loss scaling, which underflow in float16",
                 op=update.name,
-                given="gradients that were built before wh.init, or a MetaGraph of a run without scales",
+                given="gradients that were built before wh.init, or in a MetaGraph of a run without loss scaling",
                 expected='gradients that are built after wh.init with precision.compute_dtype="float16"',
                 action='call wh.init() before the graph is built, or set precision.compute_dtype="bfloat16"',
             )
 
 
 def MonitoredTrainingSession(*args: Any, **kwargs: Any) -> Any:
-    """Replaces tf.compat.v1.train.MonitoredTrainingSession, with the same arguments; every rank makes one.
+    """Creates a MonitoredSession whose runs are distributed; every rank has to create one.
 
-    Every rank has the hooks, and they make the same runs everywhere. What a hook of TensorFlow does after some seconds,
-    it does when the first rank's clock says so. After ``wh.init`` TensorFlow's own function does the same.
+    All ranks have the same hooks, and the hooks make the same runs everywhere. Hooks that act every few seconds follow
+    rank 0's clock. After ``wh.init`` TensorFlow's own function does the same.
 
     Args:
-      args, kwargs: see tf.compat.v1.train.MonitoredTrainingSession. ``is_chief`` is True on every rank.
+      args, kwargs: as for tf.compat.v1.train.MonitoredTrainingSession; ``is_chief`` counts as True on every rank.
 
     Returns:
-      a tf.compat.v1.train.MonitoredSession.
+      A tf.compat.v1.train.MonitoredSession.
 
     Raises:
-      ClusterError: made before ``wh.init``.
+      ClusterError: called before ``wh.init``.
       ProgramError: ``master`` names a server.
     """
     require_current("MonitoredTrainingSession")

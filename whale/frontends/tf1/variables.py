@@ -1,7 +1,7 @@
-"""Stores the variables of a session, and changes their layouts before each run that needs others.
+"""Stores a session's variables, and moves them to another layout before a run that needs one.
 
-Which ranks have a variable's present value is its ``VariableSharding``; ``ShardingMoves`` builds the operations that
-move values where a run needs them.
+``VariableSharding`` describes which ranks have a variable's present value; ``ShardingMoves`` builds the operations that
+move values between ranks.
 
 Decision: 0093.
 """
@@ -40,7 +40,7 @@ Layout = tuple[VariableUse, TensorType, bool]  # the last: in the host's memory 
 
 
 def _is_used(program: Program, variable: Variable) -> bool:
-    """Tells whether a run uses a variable other than by asking whether it is initialised."""
+    """Returns True if a run does more with a variable than ask whether it is initialised."""
     return any(n.op != "VarIsInitializedOp" for n, _ in program.consumers.get(Ref(variable.node), ()))
 
 
@@ -50,21 +50,22 @@ def list_used_names(program: Program) -> list[str]:
 
 
 def list_changed_names(program: Program) -> list[str]:
-    """Returns the names of the variables that a run writes, or passes to an op that may."""
+    """Returns the names of the variables that a run writes, or passes to an op that may write."""
     of_variable = ((v, program.consumers.get(Ref(v.node), ())) for v in program.variables)
     return [find_name(program.by_name[v.node]) for v, users in of_variable if any(n.op not in READS for n, _ in users)]
 
 
 def _make_seeds(seed: int, variable: int, number: int) -> tuple[int, int]:
-    """Returns seeds for a random op without seeds: a different stream for each."""
+    """Returns the two seeds for random op ``number`` of variable ``variable``, if the script gave the op no seed."""
     return seed, (variable << 32) + number
 
 
 class SessionVariables:
-    """The variables of a session on this process's ranks.
+    """Stores the variables of a session on this process's ranks.
 
     Args:
-      ranks_graph: the graph and the session in which the ranks' variables live.
+      context: the run.
+      ranks_graph: the graph, with its session, that has the variables.
     """
 
     def __init__(self, context: Context, ranks_graph: RanksGraph):
@@ -72,11 +73,11 @@ class SessionVariables:
         self._inner, self._graph = ranks_graph.session, ranks_graph.graph
         self._everywhere = VariableSharding(frozenset(range(context.size)))
         self._held: dict[str, DeferredInitial] = {}
-        self._now: dict[str, VariableSharding] = {}  # where variables lie that were used, and wait for no value
+        self._now: dict[str, VariableSharding] = {}  # present sharding of variables that were used
         self._divided: dict[
             str, VariableSharding
-        ] = {}  # as the first run that divides one has it; later ones are planned so
-        self.on_host: set[str] = set()  # names of those that lie in the host's memory beside an accelerator
+        ] = {}  # sharding in the first run that shards the variable; later runs are planned with the same one
+        self.on_host: set[str] = set()  # names of variables in host memory beside an accelerator
         self._types: dict[str, TensorType] = {}
         self._runs: Counter[str] = Counter()  # how often random ops have run
         self._seeds = 0
@@ -85,19 +86,19 @@ class SessionVariables:
         self._moves = ShardingMoves(context, self._graph, self.handle)
 
     def find_deferred(self, name: str) -> DeferredInitial | None:
-        """Returns the deferred value of a variable; None: it has none."""
+        """Returns the initial value that a variable waits for; None if it waits for none."""
         return self._held.get(name)
 
     def find_sharding(self, name: str) -> VariableSharding:
-        """Returns the ranks that have the value of a variable."""
+        """Returns which ranks have a variable's present value; all ranks for a variable that no run has used."""
         return self._now.get(name, self._everywhere)
 
     def find_type(self, name: str) -> TensorType:
-        """Returns the type of a variable that some run has used."""
+        """Returns the dtype and shape of a variable that some run has used."""
         return self._types[name]
 
     def read(self, name: str, position: int, dtype: tf.DType) -> np.ndarray:
-        """Reads the value or part of a variable on this process's rank number ``position``."""
+        """Returns the value, or the part of it, that rank number ``position`` of this process has of a variable."""
         if (name, position) not in self._reads:
             with self._graph.as_default():
                 handle = self.handle(name, position, dtype)
@@ -105,33 +106,34 @@ class SessionVariables:
         return np.asarray(self._inner.run(self._reads[name, position]))
 
     def is_not_whole_here(self, name: str) -> bool:
-        """Tells whether some rank lacks the whole value of a variable: it is elsewhere, split, or deferred."""
+        """Returns True if some rank lacks the whole value of a variable: it is sharded, on other ranks, or deferred."""
         return name in self._held or not self.find_sharding(name).can_serve(self._everywhere)
 
     def find_deferred_assignments(self, captured: Captured, graph: tf.Graph) -> DeferredAssignments:
-        """Finds the assignments of a captured run of ``graph`` that are deferred."""
+        """Returns the assignments of a captured run that are deferred; none if this run cannot shard variables."""
         return find_deferred(captured, graph) if self.context.may_divide_variables else DeferredAssignments({})
 
     def find_known_tiles(self, program: Program) -> dict[str, Tiles]:
-        """Maps handle nodes of a captured program's variables that some run has divided to their tiles."""
+        """Returns the tiles of those variables of a program that an earlier run has sharded, by handle node."""
         used = [v for v in program.variables if _is_used(program, v)]
         named = ((v, self._divided.get(find_name(program.by_name[v.node]))) for v in used)
         return {v.node: lying.tiles for v, lying in named if lying is not None and lying.tiles is not None}
 
     def refuse_alone(self, names: Iterable[str]) -> None:
-        """Raises ProgramError if a run of the first rank alone uses a variable that is not replicated."""
+        """Raises a ProgramError if a run of one rank uses a variable that is not replicated on all ranks."""
         for name in names:
             if self.is_not_whole_here(name):
                 raise ProgramError(
-                    "a queue is filled from a variable that is split over ranks, or not initialised yet",
+                    "a run of one rank alone, e.g. one that fills a queue, reads a variable that is sharded, on other "
+                    "ranks, or not initialised yet",
                     op=name,
-                    given="a run of one rank, in which nothing can be exchanged: its threads run in no common order",
-                    expected="variables that all ranks have whole",
-                    action="read the variable in a run of its own, and feed its value",
+                    given=f"the variable {name} in a run of one rank, which cannot exchange data with other ranks",
+                    expected="variables that are initialised and replicated on all ranks",
+                    action="read the variable in a Session.run of its own, and feed its value",
                 )
 
     def find_wanted_layouts(self, compiled: Compiled) -> dict[str, Layout]:
-        """Maps the names of the variables that a run reads or writes to their layouts and types in it."""
+        """Returns the layouts that a compiled run needs for the variables that it uses, by name."""
         program, by_node = compiled.program, find_variable_uses(compiled.program, compiled.plan)
         everyone = VariableUse(self._everywhere.ranks, True)
         used = [v for v in program.variables if _is_used(program, v)]
@@ -141,7 +143,14 @@ class SessionVariables:
         }
 
     def wait(self, waiting: DeferredAssignments, paths: Mapping[tf.Tensor, str]) -> None:
-        """Records a run's deferred assignments. Collective between processes if a value is drawn without seeds."""
+        """Records the deferred assignments of a run; until they are made, the variables hold empty tensors.
+
+        Collective between processes if an initial value is random and has no seed.
+
+        Args:
+          waiting: the assignments.
+          paths: paths of checkpoints, by the tensors that name them.
+        """
         recorded = [what for _, what in waiting.found.values() if isinstance(what, RecordedInitializer)]
         seed = 0 if all(what.is_seeded for what in recorded) else self._draw_seed()
         for i, (name, what) in enumerate(waiting.found.values()):
@@ -157,9 +166,11 @@ class SessionVariables:
         self._make({name: self._divided[name] for name in names if name in self._divided})
 
     def move_to_layouts(self, wanted: Mapping[str, Layout]) -> list[str]:
-        """Changes variables to the layouts of a run. Collective between processes if some layouts differ.
+        """Moves variables to the layouts that a run needs. Collective between processes if some layouts change.
 
-        Returns the names of those for which other runs are better planned again.
+        Returns:
+          Names of variables that were sharded or offloaded for the first time; runs that use them should be planned
+            again.
         """
         moved, lying = [], {name: _find_sharding(use, self.context.size) for name, (use, _, _) in wanted.items()}
         for name, (_, held, on_host) in wanted.items():
@@ -178,13 +189,15 @@ class SessionVariables:
         return moved
 
     def bring_whole(self, names: Iterable[str]) -> None:
-        """Replicates the values of variables. Collective between processes if some rank lacks one."""
+        """Replicates variables on all ranks. Collective between processes if some rank lacks a value."""
         apart = {name: self._everywhere for name in names if self.is_not_whole_here(name)}
         self._make({name: lying for name, lying in apart.items() if name in self._held})
         self._bring(apart)
 
     def _bring(self, wanted: Mapping[str, VariableSharding]) -> None:
-        """Moves initialised variables to the wanted layouts, some megabytes at a time."""
+        """Moves initialised variables to the wanted layouts, about 64 MiB at a time, to bound the memory for whole
+        values.
+        """
         together: list[str] = []
         for name in (name for name, lying in wanted.items() if not self.find_sharding(name).can_serve(lying)):
             together.append(name)
@@ -211,7 +224,7 @@ class SessionVariables:
                 self._leave(name, wanted[name])
 
     def _leave(self, name: str, lying: VariableSharding) -> None:
-        """Frees a variable on the ranks that do not need it any more."""
+        """Frees a variable's value on ranks that do not have it in the sharding ``lying``."""
         self._run(self._moves.free(name, self._types[name], self.find_sharding(name).ranks - lying.ranks))
         self._now[name] = lying
 
@@ -220,7 +233,7 @@ class SessionVariables:
             self._inner.run(operations)
 
     def _draw_seed(self) -> int:
-        """Draws a seed, equal on all ranks, for random ops that have none."""
+        """Returns a new random seed that is equal on all ranks; collective between processes."""
         self._seeds += 1
         mine = int(np.random.SeedSequence().generate_state(1, np.uint64)[0])
         if not self.context.has_other_processes:
@@ -232,13 +245,13 @@ class SessionVariables:
         return int.from_bytes(self.context.comms[0].broadcast_bytes(key, data, 0, timeout_s), "little")
 
     def _make(self, wanted: Mapping[str, VariableSharding]) -> None:
-        """Initialises deferred variables on the ranks of their layouts."""
+        """Computes the deferred initial values of variables on the ranks that need them."""
         self._assign(made for name, lying in wanted.items() for made in self._make_values(name, lying))
 
     def _make_values(self, name: str, lying: VariableSharding) -> Iterator[tuple[str, int, np.ndarray]]:
         initial = self._held.pop(name)
         self._now[name] = lying
-        # A value that can only be computed whole is computed by one process after the other.
+        # Processes take turns to compute an initial value that can only be computed whole, to bound the host's memory.
         whole = lying.tiles is not None and not initial.is_divisible and self.context.has_other_processes
         for turn in range(self.context.size if whole else 1):
             for position, rank in enumerate(self.context.ranks):
@@ -249,7 +262,11 @@ class SessionVariables:
                 self.context.comms[0].allgather_bytes("whale/first_values/turn", b"", TURN_TIMEOUT_S, purpose)
 
     def _assign(self, values: Iterable[tuple[str, int, np.ndarray]]) -> None:
-        """Assigns values to variables of this process's ranks, several in a run."""
+        """Assigns values to variables of this process's ranks, about 64 MiB per run.
+
+        Args:
+          values: (name, position of the rank within this process, value).
+        """
         feeds: dict[tf.Tensor, np.ndarray] = {}
         assigns: list[tf.Operation] = []
 
@@ -273,14 +290,14 @@ class SessionVariables:
         run()
 
     def handle(self, name: str, position: int, dtype: tf.DType) -> tf.Tensor:
-        """Builds, in the inner graph, the handle of the variable of this process's rank number ``position``."""
+        """Adds the resource handle of a variable of rank number ``position`` of this process to the ranks' graph."""
         shared = make_rank_prefix(position) + name
         place = HOST_DEVICE if name in self.on_host else self._ranks_graph.device
         with self._graph.device(place):
             return gen_resource_variable_ops.var_handle_op(dtype=dtype, shape=tf.TensorShape(None), shared_name=shared)
 
     def _move_to_host(self, name: str, dtype: tf.DType) -> None:
-        """Moves values of a variable from the device's memory to the host's."""
+        """Moves a variable from the accelerator's memory to host memory."""
         positions = range(len(self.context.ranks))
         values = [self.read(name, position, dtype) for position in positions]
         with self._graph.as_default():
@@ -295,7 +312,7 @@ class SessionVariables:
 
 
 def _compute_first_value(initial: DeferredInitial, lying: VariableSharding, rank: int) -> np.ndarray:
-    """Computes a rank's part of an initial value, in memory that nothing else refers to."""
+    """Computes a rank's part of an initial value, as an array that nothing else refers to."""
     place = lying.find_place(rank)
     with tf_context.eager_mode():
         part = initial.compute_whole() if place is None else initial.make_part(lying.tiles, place).read_value()  # type: ignore[arg-type]
@@ -305,27 +322,33 @@ def _compute_first_value(initial: DeferredInitial, lying: VariableSharding, rank
 
 @dataclass(frozen=True, slots=True)
 class VariableSharding:
-    """The ranks that have a variable's present value: a replica on each, or its tiles on those in ``order``."""
+    """Describes which ranks have a variable's present value.
+
+    Attributes:
+      ranks: the ranks that have the value or a tile of it.
+      tiles: how the variable is divided; None: each of ``ranks`` has the whole value.
+      order: the ranks in the order of their tiles; empty if there are no tiles.
+    """
 
     ranks: frozenset[int]
     tiles: Tiles | None = None
     order: tuple[int, ...] = ()
 
     def find_place(self, rank: int) -> int | None:
-        """Returns the tile that a rank has; None: it has none, or the variable is not split."""
+        """Returns the number of the tile that a rank has; None if it has no tile."""
         if self.tiles is None or rank not in self.ranks:
             return None
         return self.order.index(rank) % self.tiles.count
 
     def can_serve(self, wanted: VariableSharding) -> bool:
-        """Tells whether the present sharding includes the wanted one."""
+        """Returns True if each rank that needs a value in the sharding ``wanted`` has it in this one."""
         if wanted.tiles is None:
             return self.tiles is None and wanted.ranks <= self.ranks
         return (self.tiles, self.order) == (wanted.tiles, wanted.order)
 
 
 def _find_sharding(use: VariableUse, size: int) -> VariableSharding:
-    """Returns the sharding of a variable in a run of ``size`` ranks."""
+    """Returns the sharding that a run of ``size`` ranks needs for a variable."""
     if use.tiles is None:
         return VariableSharding(use.ranks)
     order = use.place or tuple(range(size))
@@ -333,10 +356,12 @@ def _find_sharding(use: VariableUse, size: int) -> VariableSharding:
 
 
 class ShardingMoves:
-    """Builds operations that gather split variables, split whole values, and free unused values.
+    """Builds operations that gather sharded variables, cut whole values into tiles, and free values.
 
     Args:
-      handle: in ``graph``, of (a variable's name, the position of one of this process's ranks, dtype).
+      context: the ranks.
+      graph: the graph to which operations are added.
+      handle: returns the handle in ``graph`` for (variable's name, position of a rank within this process, dtype).
     """
 
     def __init__(self, context: Ranks, graph: tf.Graph, handle: Callable[[str, int, tf.DType], tf.Tensor]) -> None:
@@ -345,11 +370,11 @@ class ShardingMoves:
         self._number = 0  # counts exchanges, equal on all ranks
 
     def forget(self, name: str) -> None:
-        """Forgets a variable's operations, because it has moved to other memory."""
+        """Drops the operations that were built for a variable, because it has moved to other memory."""
         self._made.pop(name, None)
 
     def gather_everywhere(self, name: str, held: TensorType, now: VariableSharding) -> Sequence[tf.Operation]:
-        """Returns operations that gather the whole value on every rank. Collective."""
+        """Returns operations that give every rank the whole value of a variable; to run them is collective."""
 
         def make_operations() -> list[tf.Operation]:
             number, self._number = self._number, self._number + 1
@@ -362,7 +387,7 @@ class ShardingMoves:
         return self._make_once(name, ("together", now), make_operations)
 
     def cut_to_tiles(self, name: str, held: TensorType, lying: VariableSharding) -> Sequence[tf.Operation]:
-        """Returns operations by which every rank keeps only its tile of a whole value."""
+        """Returns operations by which each rank replaces the whole value by its own tile."""
         tiles, dtype = lying.tiles or Tiles(), tf.as_dtype(held.dtype)
 
         def keep_tile(position: int, place: int) -> tf.Operation:
@@ -376,7 +401,7 @@ class ShardingMoves:
         )
 
     def free(self, name: str, held: TensorType, ranks: frozenset[int]) -> Sequence[tf.Operation]:
-        """Returns operations that free the value on these ranks; the variable stays initialised there."""
+        """Returns operations that replace a variable's value on ``ranks`` by an empty tensor; it stays initialised."""
         dtype = tf.as_dtype(held.dtype)
 
         def free_value(position: int) -> tf.Operation:
@@ -396,7 +421,7 @@ class ShardingMoves:
     def _gather_on_rank(
         self, key: str, position: int, rank: int, name: str, held: TensorType, now: VariableSharding
     ) -> list[tf.Operation]:
-        """Builds one rank's operations of ``gather_everywhere``."""
+        """Builds the operations of ``gather_everywhere`` for one rank."""
         ops, dtype = whale_ops.load_ops(), tf.as_dtype(held.dtype)
         comm = ops.whale_communicator(communicator=self._context.comm_name, rank=rank)
         handle = self._handle(name, position, dtype)

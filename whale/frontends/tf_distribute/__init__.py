@@ -1,1 +1,1 @@
-"""Implements ``wh.Strategy()``, which replaces tf.distribute's strategies in unchanged scripts."""
+"""Implements ``wh.Strategy()``, which replaces tf.distribute's strategies in scripts that are otherwise unchanged."""

@@ -1,8 +1,8 @@
-"""Converts a ``tf.function`` whose body calls ``strategy.run`` to a step of all ranks.
+"""Turns a ``tf.function`` that calls ``strategy.run`` into a ``wh.function`` step of all ranks.
 
-This is detected at the function's first call: while it is traced, ``strategy.run`` ends the trace, and the function
-becomes a ``wh.function``. A function that itself takes batches from a distributed dataset runs in Python from then on,
-and the function passed to ``strategy.run`` is the step.
+Whether it does shows at the function's first call. When it is traced and reaches ``strategy.run``, the trace is ended
+by an exception, and the function becomes a ``wh.function``. If the function reads batches from a distributed dataset
+itself, it is run in Python from then on, and the function passed to ``strategy.run`` becomes the step.
 
 Decision: 0059.
 """
@@ -27,23 +27,23 @@ _STEP, _MODE = "_whale_step", "_whale_mode"
 
 
 class _TraceEnd(BaseException):
-    """A signal that ends a trace; AutoGraph and scripts catch only subclasses of Exception, which it is not."""
+    """Raised to end a trace. It is no subclass of Exception, so that AutoGraph and scripts do not catch it."""
 
 
 class _StepFound(_TraceEnd):
-    """The signal that the function calls ``strategy.run``."""
+    """Raised if the function being traced calls ``strategy.run``."""
 
 
 class _BatchesTaken(_TraceEnd):
-    """The signal that the function takes batches from a distributed dataset."""
+    """Raised if the function being traced reads batches from a distributed dataset."""
 
 
-# Whether the graph that is built is of a tf.function whose call can still be carried out in another way.
+# True while a tf.function called from Python is traced, whose call can still be made in another way.
 _open: contextvars.ContextVar[bool] = contextvars.ContextVar("whale_strategy_open", default=False)
 
 
 def install() -> None:
-    """Patches the call of tf.functions, present and later ones. They run as TensorFlow's own while no run goes on."""
+    """Patches ``tf.function`` objects' ``__call__``, once per process; without a run they behave as before."""
     kind = polymorphic_function.Function
     if hasattr(kind.__call__, "_whale_original"):
         return
@@ -89,9 +89,9 @@ def _become(fn: Any, mode: str) -> str:
 
 
 def is_inside_step() -> bool:
-    """Tells whether the present call is part of a step already, or else has to become one.
+    """Returns True if the present call is traced as part of a step, and False if it is made eagerly.
 
-    Ends the trace if a tf.function has to become a step first.
+    If a tf.function is being traced instead, raises a signal that ends the trace, so that it becomes a step.
     """
     if capturing.get():
         return True
@@ -101,7 +101,16 @@ def is_inside_step() -> bool:
 
 
 def refuse_taking(what: str) -> None:
-    """Raises an error for taking a batch from ``what`` in a graph, which would take it only once, in tracing."""
+    """Ends the trace of a function that takes a batch from a distributed dataset; does nothing in eager code.
+
+    A trace would take the batch only once. Afterwards the function is run in Python.
+
+    Args:
+      what: the call that takes the batch, for the error.
+
+    Raises:
+      ProgramError: a graph is being built that is not a tf.function called from Python.
+    """
     if not tf.executing_eagerly():
         _end(_BatchesTaken, what, "loop over the batches in Python, and pass each to the step")
 
@@ -110,36 +119,38 @@ def _end(signal: type[_TraceEnd], what: str, action: str) -> NoReturn:
     if _open.get():
         raise signal
     raise ProgramError(
-        f"{what} in a graph that Whale does not see",
-        given=f"{what} while TensorFlow builds a graph",
-        expected="the call of a tf.function from Python, or a step of wh.function",
+        f"{what} is called in a graph that Whale cannot distribute",
+        given=f"{what} in a graph that is not a tf.function called from Python",
+        expected="a tf.function that is called from Python, or a step of wh.function",
         action=action,
     )
 
 
 class CompiledSteps:
-    """Caches the steps that ``strategy.run`` was given in Python, each compiled once."""
+    """Caches the ``wh.function`` steps made of functions that ``strategy.run`` was given in eager code."""
 
     def __init__(self) -> None:
         self._found: dict[Any, Function] = {}
 
     def find_step(self, fn: Callable[..., Any]) -> Any:
-        """Returns a function's step; a nested function, defined again for each call, keeps its step if its code and
-        closure are equal.
+        """Returns the step of a function.
+
+        A nested function that the script defines anew for each call keeps its step if its code and closure are equal.
 
         Raises:
-          ProgramError: it captures a tensor of the enclosing function, whose first value would be used for ever.
+          ProgramError: the function captures a tensor of the enclosing function. The first value would be used in all
+            calls.
         """
         cells = getattr(fn, "__closure__", None) or ()
         held = tuple(cell.cell_contents for cell in cells if _is_filled(cell))
         tensor = next((value for value in held if isinstance(value, tf.Tensor | ShardedTensor)), None)
         if tensor is not None and "<locals>" in getattr(fn, "__qualname__", ""):
             raise ProgramError(
-                "a step captures a tensor of the enclosing function",
+                "a function passed to strategy.run captures a tensor of the enclosing function",
                 op=getattr(fn, "__name__", "step"),
-                given=f"a tensor of shape {tensor.shape} that the nested function reads",
+                given=f"a captured tensor of shape {tensor.shape}",
                 expected="tensors as arguments: strategy.run(step, args=(tensor,))",
-                action="pass it in args",
+                action="pass the tensor in args",
             )
         code = getattr(fn, "__code__", None)
         key = id(fn) if code is None else (code, tuple(map(id, held)), repr(getattr(fn, "__defaults__", None)))

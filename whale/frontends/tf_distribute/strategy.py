@@ -1,4 +1,6 @@
-"""Implements ``wh.Strategy``: tf.distribute's interface for a program of one device, which all ranks run together."""
+"""Implements ``wh.Strategy``, which has the interface of tf.distribute but runs one program of global values on all
+ranks.
+"""
 
 from __future__ import annotations
 
@@ -21,23 +23,24 @@ _REDUCTIONS = {"SUM": tf.reduce_sum, "MEAN": tf.reduce_mean}
 
 
 class Strategy:
-    """A stand-in for ``tf.distribute.MirroredStrategy`` and ``MultiWorkerMirroredStrategy`` in a script.
+    """Replaces ``tf.distribute.MirroredStrategy`` and ``MultiWorkerMirroredStrategy`` in a script.
 
-    There is one replica: the program sees global batches and global values, as on one device, and the ranks compute it
-    together. What ``run`` is given is a step as by ``wh.function``; a ``tf.function`` around it is the step itself.
-    Batches of distributed datasets are global ones, of which each rank reads its rows. Begins the run, unless
-    ``wh.init`` was called before.
+    There is one replica: the program sees global batches and values, as on one device, and the ranks compute it
+    together. A function that is passed to ``run`` becomes a ``wh.function`` step; if a ``tf.function`` calls ``run``,
+    this becomes the step. Batches of distributed datasets are global, and each rank reads its rows of them. Calls
+    ``wh.init`` if the script has not done so.
 
     Args:
-      devices: only None; ranks are processes that a launcher starts.
-      cluster_resolver: only None; ``TF_CONFIG``, where it is set, is compared with the ranks that there are.
-      cross_device_ops, communication_options: taken for tf.distribute's sake; they change nothing here.
+      devices: must be None; ranks are processes that a launcher starts.
+      cross_device_ops: ignored, only accepted because tf.distribute has it.
+      cluster_resolver: must be None. If ``TF_CONFIG`` is set, it must agree with the ranks that were started.
+      communication_options: ignored, only accepted because tf.distribute has it.
       config: a ``wh.Config`` or a mapping, as for ``wh.init``.
 
     Raises:
       ClusterError: the ranks cannot be connected, or ``TF_CONFIG`` names others.
       ConfigError: ``TF_CONFIG`` cannot be read, or a setting is wrong.
-      ProgramError: devices or a resolver are given, or ``hvd.init`` was called before.
+      ProgramError: ``devices`` or ``cluster_resolver`` is given, or ``hvd.init`` was called before.
     """
 
     def __init__(
@@ -51,9 +54,9 @@ class Strategy:
     ) -> None:
         if devices is not None or cluster_resolver is not None:
             raise ProgramError(
-                "a Whale strategy always uses all ranks",
+                "wh.Strategy always uses all ranks, and accepts neither devices nor a cluster_resolver",
                 given=f"devices={devices!r}" if devices is not None else "a cluster_resolver",
-                expected="wh.Strategy(); a process for each device",
+                expected="wh.Strategy(), in one process per device",
                 action="start as many processes as there are devices: `whale run -np 4 script.py`",
             )
         said = read_tf_config()
@@ -64,7 +67,7 @@ class Strategy:
             raise ProgramError(
                 "wh.Strategy() and hvd.init() cannot be used in one process",
                 given="wh.Strategy() after hvd.init()",
-                expected="one program of all ranks, or a program of each rank",
+                expected="wh.Strategy() for one program of all ranks, or hvd.init() for a program of each rank",
                 action="remove one of the two",
             )
         if context.planning.dry is None:
@@ -77,12 +80,14 @@ class Strategy:
 
     @property
     def num_replicas_in_sync(self) -> int:
-        """Returns 1: a step is the global one, and so are its batch and its loss."""
+        """Returns 1, since a step computes with the global batch."""
         return 1
 
     @contextlib.contextmanager
     def scope(self) -> Iterator[Strategy]:
-        """Opens the scope for models and variables, in which TensorFlow sees no strategy: all ranks run one program."""
+        """Opens a context for the creation of models and variables; it does nothing, since variables need no strategy
+        here.
+        """
         _require_context("strategy.scope()")
         yield self
 
@@ -90,11 +95,13 @@ class Strategy:
         """Computes ``fn(*args, **kwargs)`` on all ranks together, and returns what one device would.
 
         Args:
-          fn: the step; tensors that change from call to call are arguments.
-          options: taken for tf.distribute's sake.
+          fn: the step. Tensors that change from call to call must be arguments.
+          args, kwargs: its arguments, with global values.
+          options: ignored, only accepted because tf.distribute has it.
 
         Raises:
-          ProgramError: in a graph that Whale does not see.
+          ProgramError: called while a graph is built that is neither a ``wh.function`` nor a tf.function called from
+            Python.
         """
         kwargs = kwargs or {}
         if steps.is_inside_step():
@@ -103,39 +110,39 @@ class Strategy:
         return self._steps.find_step(fn)(*args, **kwargs)
 
     def reduce(self, reduce_op: Any, value: Any, axis: int | None = None) -> Any:
-        """Returns ``value``, which is already reduced over all replicas; with ``axis`` its sum or mean along it.
+        """Returns ``value`` if ``axis`` is None, since it is global already; otherwise its sum or mean along ``axis``.
 
         Raises:
-          ProgramError: another reduction than SUM or MEAN.
+          ProgramError: a reduction other than SUM or MEAN.
         """
         name = str(getattr(reduce_op, "name", reduce_op)).upper()
         if name not in _REDUCTIONS:
             raise ProgramError(
-                "values of replicas are reduced by their sum or mean",
+                "strategy.reduce does not know this reduction",
                 given=f"reduce_op={reduce_op!r}",
-                expected="tf.distribute.ReduceOp.SUM or MEAN",
-                action="use one of these",
+                expected="tf.distribute.ReduceOp.SUM or tf.distribute.ReduceOp.MEAN",
+                action="pass one of these as reduce_op",
             )
         if axis is None:
             return value
         return tf.nest.map_structure(lambda tensor: _REDUCTIONS[name](tensor, axis=axis), value)
 
     def gather(self, value: Any, axis: int) -> Any:
-        """Returns ``value``, which is already whole on every rank."""
+        """Returns ``value`` unchanged, since every rank has the global value."""
         return tf.nest.map_structure(tf.convert_to_tensor, value)
 
     def experimental_local_results(self, value: Any) -> tuple[Any, ...]:
-        """Returns a tuple with the value of the single replica."""
+        """Returns ``(value,)``: the value of the only replica."""
         return (value,)
 
     def experimental_distribute_dataset(self, dataset: Any, options: Any = None) -> DistributedDataset:
-        """Returns a dataset of global batches, of which each rank reads its rows; see ``wh.shard``."""
+        """Returns a dataset of global batches, of which each rank reads its own rows; see ``wh.shard``."""
         return DistributedDataset(dataset, _require_context("strategy.experimental_distribute_dataset()"))
 
     def distribute_datasets_from_function(
         self, dataset_fn: Callable[[tf.distribute.InputContext], Any], options: Any = None
     ) -> DistributedDataset:
-        """Calls ``dataset_fn`` for one pipeline of one replica, and returns its dataset, of which each rank reads its
+        """Calls ``dataset_fn`` once, for one replica, and returns its dataset, of which each rank reads its own
         rows.
         """
         context = _require_context("strategy.distribute_datasets_from_function()")
@@ -145,7 +152,7 @@ class Strategy:
     experimental_distribute_datasets_from_function = distribute_datasets_from_function
 
     def experimental_distribute_values_from_function(self, value_fn: Callable[[Any], Any]) -> Any:
-        """Returns the value of ``value_fn`` for the single replica."""
+        """Returns the result of ``value_fn`` for the only replica."""
         return value_fn(tf.distribute.experimental.ValueContext(0, 1))
 
     def __getattr__(self, name: str) -> Any:
@@ -155,7 +162,7 @@ class Strategy:
 
 
 class Extended:
-    """The parts of ``strategy.extended`` that scripts use."""
+    """Implements the parts of ``strategy.extended`` that scripts use."""
 
     experimental_require_static_shapes = True
     should_checkpoint = should_save_summary = True
@@ -165,7 +172,7 @@ class Extended:
 
     @property
     def worker_devices(self) -> tuple[str, ...]:
-        """Returns the one device of the program."""
+        """Returns the one device that the program is written for: "/device:GPU:0" or "/device:CPU:0"."""
         return ("/device:GPU:0" if tf.config.list_logical_devices("GPU") else "/device:CPU:0",)
 
     parameter_devices = worker_devices
@@ -174,29 +181,31 @@ class Extended:
         return require_current("strategy.extended").has_other_processes
 
     def call_for_each_replica(self, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Any = None) -> Any:
-        """Runs a function as ``run`` does."""
+        """Calls ``strategy.run``."""
         return self._strategy.run(fn, args, kwargs)
 
     def reduce_to(self, reduce_op: Any, value: Any, destinations: Any, options: Any = None) -> Any:
-        """Returns ``value``, which is already reduced over all replicas."""
+        """Returns ``value``, which is global already."""
         return self._strategy.reduce(reduce_op, value)
 
     def batch_reduce_to(self, reduce_op: Any, pairs: Sequence[tuple[Any, Any]], options: Any = None) -> list[Any]:
-        """Reduces each value as ``reduce_to`` does; its destination is ignored."""
+        """Returns the value of each (value, destination) pair; values are global already, and destinations are
+        ignored.
+        """
         return [self._strategy.reduce(reduce_op, value) for value, _ in pairs]
 
     def update(
         self, var: Any, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Any = None, group: bool = True
     ) -> Any:
-        """Calls ``fn`` with the variable, which all replicas share."""
+        """Calls ``fn(var, *args, **kwargs)``: there is one variable, which all ranks share."""
         return fn(var, *args, **(kwargs or {}))
 
     def colocate_vars_with(self, colocate_with_variable: Any) -> Any:
-        """Returns an empty scope: colocation is not needed."""
+        """Returns a context that does nothing: variables need no colocation."""
         return contextlib.nullcontext()
 
     def variable_created_in_scope(self, variable: Any) -> bool:
-        """Returns True: all variables are the program's."""
+        """Returns True: all variables belong to the one program."""
         return True
 
     def __getattr__(self, name: str) -> Any:
@@ -211,28 +220,28 @@ def _require_context(what: str) -> Context:
 
 def _refuse(what: str) -> NoReturn:
     raise ProgramError(
-        "wh.Strategy does not support this",
+        f"wh.Strategy does not support {what}",
         given=what,
         expected="scope, run, reduce, gather, experimental_local_results, experimental_distribute_dataset, "
         "distribute_datasets_from_function, cluster_resolver, extended",
-        action="write the program for one device: wh.function, wh.shard",
+        action="leave it out, or write the program for one device with wh.function and wh.shard",
     )
 
 
 class DistributedDataset(ShardedDataset):
-    """A dataset sharded by ``wh.shard``, for loops in scripts for strategies.
+    """Represents a dataset of global batches, of which each rank reads its own rows.
 
     Raises:
-      ProgramError: it is not a tf.data.Dataset.
+      ProgramError: ``dataset`` is not a tf.data.Dataset, or is iterated over in a traced function.
     """
 
     def __init__(self, dataset: Any, context: Context) -> None:
         if not isinstance(dataset, tf.data.Dataset):
             raise ProgramError(
-                "a strategy distributes datasets of tf.data",
-                given=type(dataset).__name__,
+                "wh.Strategy can only distribute a tf.data.Dataset",
+                given=f"an object of type {type(dataset).__name__}",
                 expected="a tf.data.Dataset of global batches",
-                action="make one with tf.data.Dataset.from_generator or from_tensor_slices, and batch it",
+                action="create one with tf.data.Dataset.from_generator or from_tensor_slices, and batch it",
             )
         super().__init__(dataset, context, "row")
 
@@ -242,7 +251,10 @@ class DistributedDataset(ShardedDataset):
 
 
 class DistributedIterator:
-    """The batches of one pass; a tf.function that takes them itself runs in Python, and its steps as they are."""
+    """Yields the global batches of one pass over a DistributedDataset.
+
+    A tf.function that calls ``next`` on it is run in Python from then on; see ``whale.frontends.tf_distribute.steps``.
+    """
 
     def __init__(self, batches: Iterator[Any], element_spec: Any) -> None:
         self._batches = batches
@@ -256,16 +268,16 @@ class DistributedIterator:
         return next(self._batches)
 
     def get_next(self) -> Any:
-        """Returns the next batch; raises tf.errors.OutOfRangeError at the end."""
+        """Returns the next batch; raises tf.errors.OutOfRangeError after the last one."""
         try:
             return next(self)
         except StopIteration:
             raise tf.errors.OutOfRangeError(None, None, "End of sequence") from None
 
     def get_next_as_optional(self) -> Any:
-        """Raises an error: use get_next and StopIteration instead of an optional."""
+        """Raises a ProgramError: batches are taken in Python, where optionals are not supported."""
         raise ProgramError(
-            "batches are taken in Python",
+            "the iterator of a distributed dataset has no get_next_as_optional()",
             given="get_next_as_optional()",
             expected="next() until StopIteration, or a `for` loop",
             action="loop over the distributed dataset",
@@ -273,11 +285,11 @@ class DistributedIterator:
 
 
 class Resolver:
-    """The resolver of a strategy, which tells of the workers.
+    """Stands for ``strategy.cluster_resolver``: tells a script about the workers.
 
     Attributes:
-      task_type: "worker", or "chief" where ``TF_CONFIG`` has one and this rank is it.
-      task_id: its number among those of its type.
+      task_type: "chief" if ``TF_CONFIG`` has chiefs and this rank is one of them, else "worker".
+      task_id: number of this rank among the ranks of its type.
     """
 
     rpc_layer = "mpi"
@@ -291,9 +303,9 @@ class Resolver:
         self.task_id = rank if rank < chiefs else rank - chiefs
 
     def cluster_spec(self) -> tf.train.ClusterSpec:
-        """Returns the workers."""
+        """Returns the workers as ``TF_CONFIG`` names them; otherwise one made-up name per rank."""
         return tf.train.ClusterSpec(self._cluster)
 
     def master(self, *_: Any, **__: Any) -> str:
-        """Returns "": no server listens."""
+        """Returns "": there is no TensorFlow server."""
         return ""
