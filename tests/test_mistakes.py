@@ -74,6 +74,7 @@ BAD = [
     (f"plan --describe {GPT} --cluster small.yaml -o .", "this is a folder"),
     ("plan --offers absent.yaml train.py", "offers are for a described or measured model"),
     ("plan --jobs absent.yaml --cluster small.yaml", "given: absent.yaml"),
+    ("plan --jobs small.yaml --cluster small.yaml -o plan.json --set zero=1", "with -o, --set"),
     ("explain absent.json 1", "the plan cannot be read"),
     ("show plan.json --analyze --measured absent.json", "the plan has no script that could run"),
     ("diff plan.json small.yaml", "cannot be"),

@@ -134,3 +134,26 @@ def test_what_moves_is_what_a_device_lacks() -> None:
     assert replan.moves(four, four).moved_bytes == 0
     gone = replan.moves(four, two)
     assert gone.lost_bytes == pytest.approx(both * 12 * 0.5, rel=0.02)  # halves of the state were on the host that left
+
+
+def test_groups_that_each_hold_the_state_move_all_of_it_to_a_new_group() -> None:
+    """Four replicas whose state is sharded within each host, after two on one host: the new host lacks all of it."""
+    model, _ = ask.describe("gpt:layers=2,hidden=256,heads=4,sequence=128,vocabulary=1024")
+    fixed = ["stages=1", "tensor=1", "zero=1", "micro_batches=1"]
+    two = ask.plan(cluster_file.parse(_cluster(1)), 8, model, limits=ask.limits([*fixed, "data=2"], BUDGET_S))
+    four = ask.plan(cluster_file.parse(_cluster(2)), 8, model, limits=ask.limits([*fixed, "data=4"], BUDGET_S))
+    grouped = msgspec.structs.replace(four, strategy=msgspec.structs.replace(four.strategy, shard_ranks=2))
+    found = replan.moves(two, grouped)
+    assert found.moved_bytes == pytest.approx(model.parameters * (2 * 2 + 12), rel=0.02)
+    assert replan.moves(grouped, two).lost_bytes == 0  # the host that stays has all of the state
+
+
+def test_experts_move_by_the_ranks_that_divide_them() -> None:
+    """Experts over two of four replicas after four of four: half of what a device holds is new to it."""
+    model, _ = ask.describe("moe:layers=2,hidden=256,heads=4,sequence=128,vocabulary=1024,experts=4,top=1")
+    fixed = ["stages=1", "tensor=1", "zero=0", "micro_batches=1", "data=4"]
+    where = cluster_file.parse(_cluster(2))
+    four = ask.plan(where, 8, model, limits=ask.limits([*fixed, "experts=4"], BUDGET_S))
+    two = ask.plan(where, 8, model, limits=ask.limits([*fixed, "experts=2"], BUDGET_S))
+    assert replan.moves(four, two).moved_bytes > 0
+    assert replan.moves(two, four).moved_bytes < replan.moves(four, two).moved_bytes

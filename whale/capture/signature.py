@@ -6,6 +6,7 @@ A trace is made for the shapes of the tensors. The other values are constants of
 from __future__ import annotations
 
 import inspect
+import reprlib
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -218,7 +219,7 @@ def _make_mismatch_error(path: str, given: object, expected: object) -> CaptureE
     return CaptureError(
         "an argument does not fit the function's input_signature",
         op=path,
-        given=given,
+        given=given if isinstance(given, str) else reprlib.repr(given),
         expected=expected,
         action="pass a value of the expected structure, shape and dtype, or change the input_signature",
     )

@@ -236,7 +236,8 @@ def _plan_described(given: argparse.Namespace) -> int:
             line += "; faster than what was found without it: keep it, or search longer with --budget"
         print("\n" + "\n".join(wrap(line, show.terminal_width())))
     if given.advise and transformer is not None:
-        print("\n".join(["", "nearby models", *(f"  {row}" for row in ask.advise(machines, batch, transformer))]))
+        rows = ask.advise(machines, batch, transformer, given.stack, given.budget or ask.ADVICE_BUDGET_S)
+        print("\n".join(["", "nearby models", *(f"  {row}" for row in rows)]))
     return 0
 
 
@@ -307,14 +308,17 @@ def _place_jobs(given: argparse.Namespace) -> int:
     from whale.cgroup import cpu_quota
     from whale.planner import jobs
 
-    if given.cluster is None or given.describe or given.profile or given.offers:
+    others = ("describe", "profile", "offers", "out", "fixed", "advise", "batch")
+    known = {"fixed": "--set", "out": "-o"}
+    named = [known.get(name, f"--{name}") for name in others if getattr(given, name)]
+    if given.cluster is None or named:
         raise PlanError(
             "--jobs needs one cluster, and takes its models from the jobs file",
-            given=f"--jobs {given.jobs} without --cluster, or with --describe, --profile or --offers",
-            action="give only --jobs FILE --cluster FILE",
+            given=f"--jobs {given.jobs} {'with ' + ', '.join(named) if named else 'without --cluster'}",
+            action="give only --jobs FILE --cluster FILE, and --network, --stack or --budget",
         )
     machines = read_named_cluster(given.cluster, given.network, cpu_quota())
     with show_progress("placing jobs"):
-        placed = jobs.place(jobs.read_jobs(given.jobs), machines, given.stack)
+        placed = jobs.place(jobs.read_jobs(given.jobs), machines, given.stack, given.budget or jobs.BUDGET_S)
     print("\n".join(jobs.placement(placed, machines)))
     return 0

@@ -498,13 +498,14 @@ def strategy_of(plan: Plan) -> ParallelStrategy:
     """
     groups = plan.stage_groups or (StageGroup("", plan.mesh_ranks, ()),)
     divided = tuple(dict.fromkeys(t.scope for t in plan.task_graphs if t.kind == "split"))
-    stages = []
+    stages, has_tensor_axis = [], False
     for number, group in enumerate(groups):
         own = plan.find_group_plan(group)
         levels = [own]
         while levels[-1].inner is not None:
             levels.append(levels[-1].inner)
         named = [level.size for level in levels if level.axis == "tensor"]
+        has_tensor_axis |= bool(named)
         tensor = prod(named) if named else levels[-1].size if divided else 1
         replicas = max(1, len(group.ranks) // tensor)
         sizes = next((b.placement.sizes for b in own.batch_inputs if isinstance(b.placement, Shard)), ())
@@ -517,7 +518,7 @@ def strategy_of(plan: Plan) -> ParallelStrategy:
         tuple(stages),
         plan.micro_batches,
         schedule=plan.schedule or "1f1b",
-        split=divided if not any(level.axis == "tensor" for level in (plan, *filter(None, [plan.inner]))) else (),
+        split=() if has_tensor_axis else divided,
         replicated=plan.ranks > 1 and not plan.batch_inputs,
         shares=tuple(uneven) if len(set(uneven)) > 1 and plan.inner is None else (),
         name="as scopes say",

@@ -12,7 +12,7 @@ from itertools import pairwise
 
 from whale.errors import PlanError
 from whale.ir.layout import Partial, Shard, Strategy
-from whale.ir.mesh import count_moved_along, find_tiles, make_mesh
+from whale.ir.mesh import count_moved_along, find_tiles, iterate_levels, make_mesh
 from whale.ir.pipeline_schedule import format_schedule, make_schedule
 from whale.ir.plan import Plan, Reshard, TaskGraph
 from whale.ir.prediction import Prediction
@@ -522,7 +522,7 @@ def list_changed_layouts(one: Plan, other: Plan) -> list[str]:
     lines += _list_changed("batch", before, after)
     before, after = ({n: str(tiles) for n, tiles in find_tiles(q).items()} for q in (one, other))
     lines += _list_changed("variable", before, after, "whole")
-    layouts = [{n: format_layout(s) for n, s in (q.inner or q).strategies.get("", {}).items()} for q in (one, other)]
+    layouts = [_list_layouts(q) for q in (one, other)]
     shared = layouts[0].keys() & layouts[1].keys()
     before, after = ({n: v for n, v in each.items() if n in shared} for each in layouts)
     lines += _list_changed("operation", before, after)
@@ -537,11 +537,18 @@ def list_changed_layouts(one: Plan, other: Plan) -> list[str]:
     return [*lines, f"  moved {moved}; products divided: {share[0]} -> {share[1]}"]
 
 
+def _list_layouts(plan: Plan) -> dict[str, str]:
+    """Returns the layout of each operation along the innermost mesh axis, {name: layout}."""
+    innermost = [list(iterate_levels(one))[-1] for one in (plan, *plan.others)]
+    return {name: format_layout(s) for one in innermost for name, s in one.strategies.get("", {}).items()}
+
+
 def _list_groups(plan: Plan) -> str:
     """Describes which ranks form groups: those of each stage, or those along the inner axis."""
     if plan.stage_groups:
         return ", ".join(f"{p.name} on {list(p.ranks)}" for p in plan.stage_groups)
-    return f"{plan.size} groups of {plan.inner.size}" if plan.inner is not None else "none"
+    sizes = [level.size for level in iterate_levels(plan)]
+    return " groups of ".join(map(str, sizes)) if len(sizes) > 1 else "none"
 
 
 def _list_changed(what: str, mine: dict[str, str], theirs: dict[str, str], missing: str = "none") -> list[str]:
@@ -552,8 +559,8 @@ def _list_changed(what: str, mine: dict[str, str], theirs: dict[str, str], missi
 
 def _list_moved(one: Plan, other: Plan) -> list[str]:
     def make_table(plan: Plan) -> dict[tuple[str, str, str], Reshard]:
-        of = (*plan.reshards, *(plan.inner.reshards if plan.inner is not None else ()))
-        return {(str(r.ref), str(r.source), str(r.target)): r for r in of if r.bytes}
+        plans = [level for one in (plan, *plan.others) for level in iterate_levels(one)]
+        return {(str(r.ref), str(r.source), str(r.target)): r for one in plans for r in one.reshards if r.bytes}
 
     mine, theirs = make_table(one), make_table(other)
     rows = [(-r.bytes, f"  no longer: {r.ref} {r.source} -> {r.target}") for k, r in mine.items() if k not in theirs]

@@ -13,6 +13,7 @@ from graphlib import CycleError, TopologicalSorter
 
 from whale.errors import PlanError, WhaleError
 from whale.ir.layout import Shard
+from whale.ir.mesh import iterate_levels
 from whale.ir.ops import EXCHANGES, POINT_TO_POINT
 from whale.ir.plan import Plan
 from whale.ir.program import Node, Program
@@ -73,26 +74,27 @@ def format_in_a_line(error: WhaleError) -> str:
 
 
 def check_sizes(program: Program, plan: Plan) -> list[str]:
-    """Lists where a plan has too many micro-batches, or divides an input that the program does not have.
+    """Lists where a plan has more micro-batches than rows, or divides an input that the program does not have.
 
-    Too many are more micro-batches than the largest size of any dimension of an input, an upper bound of the rows.
+    The rows are those of the input of the batch that has most. A plan that divides no input has at most as many as the
+    largest dimension of any input.
     """
-    shapes = [program.by_name[name].outputs[0].shape or () for name in program.inputs]
-    rows = max((size or 1 for shape in shapes for size in shape), default=1)
-    found = []
-    for one in _list_levels(plan):
-        if not 1 <= one.micro_batches <= max(rows, 1):
-            found.append(f"it has {one.micro_batches} micro-batches, and the inputs have at most {rows} rows")
+    shapes = {name: program.by_name[name].outputs[0].shape or () for name in program.inputs}
+    found, divided = [], []
+    levels = [level for one in (plan, *plan.others) for level in iterate_levels(one)]
+    for one in levels:
         for b in one.batch_inputs:
-            shape = program.by_name[b.name].outputs[0].shape if b.name in program.inputs else None
-            if shape is None or not isinstance(b.placement, Shard) or b.placement.dim >= len(shape):
+            shape = shapes.get(b.name, ())
+            if isinstance(b.placement, Shard) and b.placement.dim < len(shape):
+                divided.append(shape[b.placement.dim])
+            else:
                 found.append(f"it divides the input {b.name} as {b.placement}, and the program has no such input")
+    sizes = divided or [size for shape in shapes.values() for size in shape]
+    rows = max((size for size in sizes if size), default=1)
+    for one in levels:
+        if one.micro_batches < 1 or (one.micro_batches > rows and None not in divided):
+            found.append(f"it has {one.micro_batches} micro-batches, and the inputs have at most {rows} rows")
     return found
-
-
-def _list_levels(plan: Plan) -> list[Plan]:
-    inner = [] if plan.inner is None else _list_levels(plan.inner)
-    return [plan, *inner, *(one for other in plan.others for one in _list_levels(other))]
 
 
 def check_stage_groups(plan: Plan) -> list[str]:

@@ -43,6 +43,7 @@ MOST = {"layers": MOST_LAYERS}
 MOST_OTHERWISE = 10**12
 MOST_DIGITS = 15
 LEVELS = (0, 3)  # of ZeRO
+ADVICE_BUDGET_S = 1.0  # of each of the searches of `advise`
 BUDGET_S, MANY_DEVICES, MANY_BUDGET_S = 2.5, 64, 8.0  # of a search, and of one for more devices than that
 
 
@@ -304,7 +305,11 @@ def _not_interleaved(layers: int, limits: Constraints) -> str:
 
 
 def advise(
-    cluster: Cluster, batch: int, transformer: Transformer, software: str = "megatron-2022", budget_s: float = 1.0
+    cluster: Cluster,
+    batch: int,
+    transformer: Transformer,
+    software: str = "megatron-2022",
+    budget_s: float = ADVICE_BUDGET_S,
 ) -> list[str]:
     """Compares similar models (vocabulary, heads, layers, batch) by how fast they train; `whale plan --advise` prints
     it.

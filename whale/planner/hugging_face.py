@@ -86,7 +86,7 @@ def read_config(path: str | Path) -> dict[str, int]:
             expected=", ".join(missing),
             action="add the keys to the file, or describe the model as gpt:layers=...,hidden=...,heads=...",
         )
-    _settle(found, given, family)
+    _settle(found, given, family, path)
     return found
 
 
@@ -106,13 +106,14 @@ def _find(given: Mapping[str, object], keys: tuple[str, ...], path: str | Path) 
     return None
 
 
-def _settle(found: dict[str, int], given: Mapping[str, object], family: str) -> None:
+def _settle(found: dict[str, int], given: Mapping[str, object], family: str, path: str | Path) -> None:
     """Corrects `found` in place for families that use a key in another meaning, and adds flags such as `gated`.
 
     Args:
         found: fields of `Transformer` found so far.
         given: the content of the configuration file.
         family: its `model_type`, in lower case.
+        path: the file, for messages.
     """
     if found.get("kv_heads") == found["heads"] or "latent" in found:
         found.pop("kv_heads", None)
@@ -124,7 +125,7 @@ def _settle(found: dict[str, int], given: Mapping[str, object], family: str) -> 
     if given.get("use_sliding_window") is False:
         found.pop("window", None)
     if found.get("experts", 0) > 1:
-        own = _find(given, ("moe_intermediate_size",), "config.json")
+        own = _find(given, ("moe_intermediate_size",), path)
         if own is not None:
             dense = found.get("feed_forward", 0)
             found["feed_forward"] = own

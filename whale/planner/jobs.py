@@ -35,6 +35,7 @@ from whale.planner.report.planfile import PlanFile
 
 MOST_BUNDLES = 6  # most jobs that are placed one by one; of more jobs, the shortest are bundled
 MOST_STATES = 40  # most different parts of the hosts that are tried
+BUDGET_S = 0.2  # seconds of work for each search of a plan
 ROUNDING = 1e-9  # a schedule has to be shorter by this part to count as shorter
 
 Hosts = tuple[int, ...]  # number of hosts of each kind, in the order of the cluster file
@@ -288,7 +289,7 @@ class Plans:
         ]
 
 
-def place(jobs: Sequence[Job], cluster: Cluster, software: str, budget_s: float = 0.2) -> list[Placed]:
+def place(jobs: Sequence[Job], cluster: Cluster, software: str, budget_s: float = BUDGET_S) -> list[Placed]:
     """Returns the placed jobs of the shortest schedule, in the order in which they start.
 
     Args:

@@ -173,7 +173,8 @@ def held_of(plan: PlanFile) -> dict[Place, list[Held]]:
     model = plan.model(machines)
     found: dict[Place, list[Held]] = {}
     for stage, devices in zip(strategy.stages, devices_of(strategy, machines)):
-        ways = count_expert_ranks(model.experts, stage.replicas)
+        ways = strategy.expert_ranks or count_expert_ranks(model.experts, stage.replicas)
+        sharded = strategy.count_sharding(stage)
         number = first = 0  # of the replica, and of the device
         for part in stage.parts:
             for _ in range(part.replicas):
@@ -183,7 +184,7 @@ def held_of(plan: PlanFile) -> dict[Place, list[Held]]:
                     entry = machines.pools[pool]
                     place = (entry.host.name, host, entry.host.devices.index(entry.entry), device)
                     whole = (rank / part.tensor, (rank + 1) / part.tensor)
-                    shard = _part_of(whole, number, stage.replicas)
+                    shard = _part_of(whole, number % sharded, sharded)
                     experts = _part_of(whole, number % ways, ways)
                     found[place] = [
                         Held(layer, kind, span)
@@ -222,7 +223,7 @@ def _sizes(plan: PlanFile) -> dict[tuple[int, str], float]:
     stage = plan.strategy.stages[0]
     part = stage.parts[0]
     costs = costs_of(model, plan.strategy, part, plan.strategy.ranks, stage.replicas)
-    ways = count_expert_ranks(model.experts, stage.replicas)
+    ways = plan.strategy.expert_ranks or count_expert_ranks(model.experts, stage.replicas)
     found: dict[tuple[int, str], float] = {}
     for layer in range(model.count):
         dense = part.tensor * (costs.parameters[layer + 1] - costs.parameters[layer])

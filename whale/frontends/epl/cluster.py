@@ -45,7 +45,7 @@ class VirtualDevice:
 
     @property
     def num_replicas(self) -> int:
-        """Returns the number of devices in all replicas, or 1 if there are none."""
+        """Returns the number of devices in all replicas, which is what EPL returns here; 1 if there are none."""
         return len(self.all_devices) or 1
 
     def get_device(self, replica_idx: int, device_idx: int) -> str:

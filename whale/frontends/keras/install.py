@@ -21,7 +21,6 @@ from whale.runtime.context import find_running, require_current
 
 _FUNCTIONS = ("train_function", "test_function", "predict_function")
 PACKAGES = ("keras", "tf_keras")
-_PACKAGES = ("keras", "tf_keras")
 _LOGGERS = ("absl", "tensorflow")  # to which Keras 3 and Keras 2 log
 
 
@@ -92,7 +91,7 @@ def _silence_other_ranks() -> None:
 def _show_first(original: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(original)
     def show_first(*args: Any, **kwargs: Any) -> None:
-        if not (_is_other_rank() and _find_warner() in _PACKAGES):
+        if not (_is_other_rank() and _find_warner() in PACKAGES):
             original(*args, **kwargs)
 
     show_first._whale_original = original  # type: ignore[attr-defined]
@@ -101,7 +100,7 @@ def _show_first(original: Callable[..., None]) -> Callable[..., None]:
 
 def _is_logged(record: logging.LogRecord) -> bool:
     parts = record.pathname.replace("\\", "/").split("/")
-    return not (_is_other_rank() and any(package in parts for package in _PACKAGES))
+    return not (_is_other_rank() and any(package in parts for package in PACKAGES))
 
 
 def _is_other_rank() -> bool:

@@ -79,7 +79,7 @@ class Embedding(tf.keras.layers.Layer):  # type: ignore[misc]
       max_ids: largest number of ids in a bag of ragged or sparse inputs; a larger bag is an error.
       sharded: "rows", "columns", "whole" (every rank has the table), or None: rows or columns, whichever costs less. A
         dynamic table cannot be sharded by rows, since it writes to its rows.
-      embeddings_initializer: initializer of the table; for a dynamic table uniform, zeros or a constant.
+      embeddings_initializer: initializer of the table; for a dynamic table uniform, zeros, ones or a constant.
       dynamic: whether ids are assigned to slots.
       evict: which id loses its slot: "lru" (used longest ago) or "lfu" (used least often).
       folder: a folder on a local disk. In a run with several ranks, a sharded table, and the state of a lazy optimizer
@@ -270,7 +270,7 @@ def _find_row_range(initializer: Any) -> tuple[float, float]:
     found = initializer.get_config()
     if {"minval", "maxval"} <= set(found):
         return float(found["minval"]), float(found["maxval"])
-    _check(set(found) <= {"value"}, f"embeddings_initializer={initializer!r}", "uniform, zeros or a constant")
+    _check(set(found) <= {"value"}, f"embeddings_initializer={initializer!r}", "uniform, zeros, ones or a constant")
     return (float(found.get("value", type(initializer).__name__ == "Ones")),) * 2
 
 

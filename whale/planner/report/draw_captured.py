@@ -4,6 +4,7 @@ mesh.
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from collections import Counter, defaultdict
@@ -13,7 +14,7 @@ from typing import Any
 
 from cost_model.graph.predict import CapturedPrediction, Span, Timeline
 from whale.ir.layout import Partial, Shard, Strategy
-from whale.ir.mesh import find_tiles
+from whale.ir.mesh import find_tiles, iterate_levels
 from whale.ir.plan import Plan, strategy_of
 from whale.ir.plan_text import format_bytes, format_seconds
 from whale.ir.program import Program
@@ -254,8 +255,10 @@ def _kind(span: Span, forward: Mapping[str, int], backward: Mapping[str, int]) -
 
 def _moves(plan: Plan) -> list[tuple[str, str]]:
     rows = [(r.bytes * plan.repeats.get(r.key, 1), f"{r.source} -> {r.target}: {r.ref}") for r in plan.reshards]
-    if plan.inner is not None:
-        rows += [(r.bytes * plan.size, f"{r.source} -> {r.target} in each group: {r.ref}") for r in plan.inner.reshards]
+    groups = plan.size
+    for level in itertools.islice(iterate_levels(plan), 1, None):
+        rows += [(r.bytes * groups, f"{r.source} -> {r.target} in each group: {r.ref}") for r in level.reshards]
+        groups *= level.size
     for e in plan.edges:
         rows.append((e.bytes, f"{plan.stage_groups[e.source].name} -> {plan.stage_groups[e.target].name}: {e.ref}"))
     ordered = sorted((row for row in rows if row[0]), key=lambda row: -row[0])
@@ -292,8 +295,9 @@ def _time_s(drawn: Drawn) -> dict[str, float]:
 def _count_moved(plan: Plan) -> dict[str, int]:
     """Returns {layer: bytes} communicated of tensors that the layer produces."""
     found: Counter[str] = Counter()
-    for r in (*plan.reshards, *(plan.inner.reshards if plan.inner is not None else ())):
-        found[layer_of(r.ref.node)] += r.bytes
+    for level in iterate_levels(plan):
+        for r in level.reshards:
+            found[layer_of(r.ref.node)] += r.bytes
     for edge in plan.edges:
         found[layer_of(edge.ref.node)] += edge.bytes
     return found
