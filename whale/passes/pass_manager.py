@@ -36,7 +36,7 @@ from whale.passes.normalize.inline import inline, specialise
 from whale.passes.normalize.loss_scaling import skip_overflow
 from whale.passes.normalize.mixed_precision import lower_precision
 from whale.passes.normalize.side_effects import run_python_everywhere, share_hidden_updates
-from whale.passes.normalize.unpack_grouped_ops import unpack
+from whale.passes.normalize.unpack_optionals import unpack_optionals
 from whale.passes.plan_builder import FirstLayouts, PlanDraft, build_plan_draft, expand, layouts_of
 from whale.passes.propagation.graph_layout import GraphLayout
 from whale.passes.propagation.partial_sums import reduce_partial_sums
@@ -135,7 +135,11 @@ NORMALIZE = Table(
             "gives nodes the static shapes that follow from those of the inputs",
             lambda p, s: specialise(p),
         ),
-        Pass("unpack", "passes values that branches save for gradients as tensors", lambda p, s: unpack(p)),
+        Pass(
+            "unpack_optionals",
+            "passes values that branches save for gradients as tensors",
+            lambda p, s: unpack_optionals(p),
+        ),
         Pass("share_scalars", "computes equal scalars once", lambda p, s: share_scalars(p)),
         Pass(
             "collapse_updates",

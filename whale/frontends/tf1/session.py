@@ -45,7 +45,7 @@ from whale.ir.ops import QUEUE_WRITES, READS
 from whale.ir.plan import Plan
 from whale.ir.program import Node, Program, Ref, remove_work
 from whale.passes.normalize.inline import inline, specialise
-from whale.passes.normalize.unpack_grouped_ops import unpack
+from whale.passes.normalize.unpack_optionals import unpack_optionals
 from whale.runtime.annotate import put_in_default_scope, put_in_named_scopes
 from whale.runtime.compile.compile import Compiled, compile_program
 from whale.runtime.compile.tensorflow_functions import load_ops
@@ -362,7 +362,7 @@ class DistributedSession(BaseSession):  # type: ignore[misc]
         self._scaled.refuse(program)
         known = self._variables.find_known_tiles(program)
         if is_loose(program):
-            program = retype(unpack(specialise(inline(program))))
+            program = retype(unpack_optionals(specialise(inline(program))))
         parts = {name: local[fed] for name, fed in zip(captured.inputs, captured.fed) if fed in local}
         compiled = compile_program(program, self._whale, parts, known, movable=True)
         load_ops(compiled.ranks)

@@ -19,7 +19,7 @@ from whale.ir.values import UNMOVABLE, DType, Shape, TensorType, find_numpy_dtyp
 from whale.sharding_rules.graph import list_called_functions
 
 
-def unpack(program: Program) -> Program:
+def unpack_optionals(program: Program) -> Program:
     """Replaces the optionals between branches and their gradients by tensors, in the program and its functions.
 
     Every function must have one caller (see ``specialise``). Optionals that anything else reads, and values without a
