@@ -225,7 +225,7 @@ def test_what_was_chosen_over_another_link_is_looked_for_anew(make_hosts: Callab
     assert "as in an earlier run" in said()
     hosts.shape("h1", 10)
     over_slow = said()
-    assert "when an earlier run chose a way: it is looked for anew" in over_slow
+    assert "when an earlier run chose a strategy: the search is repeated" in over_slow
     assert "as in an earlier run" not in over_slow
     assert "as in an earlier run" in said()
     assert_same(read_result(tmp_path), train_alone(tmp_path))
@@ -255,7 +255,7 @@ def test_steps_that_take_far_longer_than_predicted_are_said(make_hosts: Callable
         wait_for_line(process, "step 10")
         hosts.mend("h1")  # before speeds and links are measured again
         said = process.communicate(timeout=PATIENCE_S)[1]
-    assert process.returncode == 0 and "ms were predicted; exchanges go on in" in said, said
+    assert process.returncode == 0 and "ms were predicted; exchanges go on during" in said, said
     done = launcher.run(*command)
     assert done.returncode == 0 and "(as in an earlier run)" in done.stderr, done.stderr  # with what its steps took
 

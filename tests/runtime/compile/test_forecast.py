@@ -109,10 +109,10 @@ def test_it_goes_over_later_where_less_is_saved(watched: Watched, capsys: pytest
 @pytest.mark.parametrize(
     ("found", "why", "kept", "text"),
     [
-        (found_again(0.0), "", found_again(0.0).chosen, "no other way is predicted to be faster"),
+        (found_again(0.0), "", found_again(0.0).chosen, "no other strategy is predicted to be faster"),
         (found_again(8.0), "they do not fit", BETTER, "but they do not fit: the next run takes it"),
         (found_again(8.0, is_whole=False), "they do not fit", None, "but they do not fit"),
-        (None, "", None, "no other way was found (no strategy for the program was found)"),
+        (None, "", None, "no other strategy was found (no strategy for the program was found)"),
     ],
 )
 def test_it_stays_where_it_has_to(
