@@ -85,7 +85,7 @@ def test_each_sample_is_read_once_an_epoch(launcher: Launcher, where: str) -> No
 @pytest.mark.parametrize(
     ("where", "error"),
     [
-        ("shuffled once", "a rank that joins reads another dataset than the others"),
+        ("shuffled once", "a process that joins reads another dataset than the other ranks"),
         ("behind a call of all", "makes a call that the other ranks have made together before"),
     ],
 )
