@@ -173,7 +173,9 @@ def test_a_folder_of_checkpoints_that_each_host_has_for_itself(
     done = launcher.run(*command, "/tmp/checkpoints")
     assert done.returncode == 1 and "saved" not in done.stdout
     assert "CheckpointError: the folder of checkpoints is not the same folder on h1 (exit code 1)" in done.stderr
-    assert "/tmp/checkpoints: what rank 0 makes there on h0 is not seen on h1" in done.stderr, done.stderr
+    assert "/tmp/checkpoints: a file that rank 0 has written there on h0 does not exist on h1" in done.stderr, (
+        done.stderr
+    )
     done = launcher.run(*command, str(tmp_path / "checkpoints"))
     assert done.returncode == 0 and done.stdout.count("saved") == 2, done.stderr
 

@@ -1,7 +1,7 @@
 """Checks, before a program runs, that all ranks have the same one, and sends them rank 0's plan.
 
-``compare_programs`` compares fingerprints of the program, and names the first difference. ``agree_on_plan`` plans on
-rank 0, and broadcasts the plan or the error.
+compare_programs    compares fingerprints of the program, and names the first difference
+agree_on_plan       plans on rank 0, and broadcasts the plan or the error
 
 Decisions: 0021, 0178.
 """
