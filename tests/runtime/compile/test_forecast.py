@@ -96,7 +96,9 @@ def test_the_run_goes_over_where_that_pays(watched: Watched, capsys: pytest.Capt
     assert watched.take(40, 2.5) == [(FIRST + STEPS, BETTER)]
     assert watched.kept == [BETTER] and len(watched.searched) == 1
     err = capsys.readouterr().err
-    assert "computing takes 1.2 and exchanging 7 times as long as figures say: `every rank alone`" in err
+    assert (
+        "computing takes 1.2 and exchanging 7 times as long as the machine's figures predict: `every rank alone`" in err
+    )
     assert err.count("\n") == 1 and err.rstrip().endswith("and the run goes over to it")
 
 
