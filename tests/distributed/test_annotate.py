@@ -40,4 +40,4 @@ def test_a_script_under_a_file_of_scopes(launcher: Launcher, tmp_path: Path) -> 
     done = launcher.run("-np", "2", "--annotate", str(file), script, timeout_s=600)
     assert done.returncode != 0
     assert "an annotation matches no layer and no variable" in done.stdout + done.stderr
-    assert "like it are block_0" in done.stdout + done.stderr
+    assert "such as block_0" in done.stdout + done.stderr

@@ -85,8 +85,8 @@ def test_each_sample_is_read_once_an_epoch(launcher: Launcher, where: str) -> No
 @pytest.mark.parametrize(
     ("where", "error"),
     [
-        ("shuffled once", "a rank that joins reads another dataset than the others"),
-        ("behind a call of all", "would exchange something that the other ranks have exchanged before"),
+        ("shuffled once", "a process that joins reads another dataset than the other ranks"),
+        ("behind a call of all", "makes a call that the other ranks have made together before"),
     ],
 )
 def test_what_a_rank_that_joins_would_do_otherwise_is_told(launcher: Launcher, where: str, error: str) -> None:

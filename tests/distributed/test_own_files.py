@@ -46,7 +46,7 @@ def test_ranks_of_one_host_keep_datasets_under_one_name(launcher: Launcher, tmp_
     done = launcher.run("-np", "2", launcher.script(SCRIPT), timeout_s=300)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("equal") == 2, done.stdout
-    assert done.stderr.count("in files of its own, for kept-cache") == 1, done.stderr
+    assert done.stderr.count("in files of its own, in place of kept-cache") == 1, done.stderr
     assert {p.name for p in tmp_path.glob("kept*") if not p.name.endswith(".data-00000-of-00001")} == {
         "kept-saved", "kept-cache.index", "kept-too.index",
     }  # fmt: skip

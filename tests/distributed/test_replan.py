@@ -54,7 +54,7 @@ def test_a_wrong_profile_is_corrected_for_this_run_and_the_next(launcher: Launch
     done = launcher.run("-np", "2", SCRIPT, "profile", "2000")
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("1 moves, at last every rank alone") == 2, done.stdout + done.stderr
-    assert "ms were predicted; exchanges go on in" in done.stderr, done.stderr
+    assert "ms were predicted; exchanges go on during" in done.stderr, done.stderr
     assert "`every rank alone` is predicted to take" in done.stderr, done.stderr
     again = launcher.run("-np", "2", SCRIPT, "profile", "16")
     assert again.returncode == 0, again.stdout + again.stderr

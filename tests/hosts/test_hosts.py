@@ -173,7 +173,9 @@ def test_a_folder_of_checkpoints_that_each_host_has_for_itself(
     done = launcher.run(*command, "/tmp/checkpoints")
     assert done.returncode == 1 and "saved" not in done.stdout
     assert "CheckpointError: the folder of checkpoints is not the same folder on h1 (exit code 1)" in done.stderr
-    assert "/tmp/checkpoints: what rank 0 makes there on h0 is not seen on h1" in done.stderr, done.stderr
+    assert "/tmp/checkpoints: a file that rank 0 has written there on h0 does not exist on h1" in done.stderr, (
+        done.stderr
+    )
     done = launcher.run(*command, str(tmp_path / "checkpoints"))
     assert done.returncode == 0 and done.stdout.count("saved") == 2, done.stderr
 
@@ -225,7 +227,7 @@ def test_what_was_chosen_over_another_link_is_looked_for_anew(make_hosts: Callab
     assert "as in an earlier run" in said()
     hosts.shape("h1", 10)
     over_slow = said()
-    assert "when an earlier run chose a way: it is looked for anew" in over_slow
+    assert "when an earlier run chose a strategy: the search is repeated" in over_slow
     assert "as in an earlier run" not in over_slow
     assert "as in an earlier run" in said()
     assert_same(read_result(tmp_path), train_alone(tmp_path))
@@ -255,7 +257,7 @@ def test_steps_that_take_far_longer_than_predicted_are_said(make_hosts: Callable
         wait_for_line(process, "step 10")
         hosts.mend("h1")  # before speeds and links are measured again
         said = process.communicate(timeout=PATIENCE_S)[1]
-    assert process.returncode == 0 and "ms were predicted; exchanges go on in" in said, said
+    assert process.returncode == 0 and "ms were predicted; exchanges go on during" in said, said
     done = launcher.run(*command)
     assert done.returncode == 0 and "(as in an earlier run)" in done.stderr, done.stderr  # with what its steps took
 

@@ -198,5 +198,5 @@ def test_without_xla_a_run_says_so_once(
     for _ in range(2):
         step = wh.function(lambda x: tf.tanh(tf.exp(x) * 0.5) + x, jit_compile=True)
         np.testing.assert_allclose(step(x), np.tanh(np.exp(1) * 0.5) + np.ones((64, 64)), rtol=1e-6)
-    said = "TensorFlow has no XLA for processors here: what has jit_compile=True runs without"
+    said = "TensorFlow has no XLA for processors here: functions with jit_compile=True run without XLA"
     assert capsys.readouterr().err.count(said) == 1

@@ -156,7 +156,7 @@ def test_annotations_of_which_nothing_comes_are_told(
     step = wh.function(keras_model())
     step(X)
     wh.shutdown()
-    assert "no step of this run had anything for the annotations 'nothing_here'\n" in capsys.readouterr().err
+    assert "the annotations 'nothing_here' matched no layer and no variable in any step" in capsys.readouterr().err
     wh.init({"communication.in_process_ranks": 2}, solo=True)
-    with pytest.raises(PlanError, match="the ranks of this run each run one of their own"):
+    with pytest.raises(PlanError, match="each rank of this run trains a program of its own"):
         wh.annotate({"head": wh.split()})

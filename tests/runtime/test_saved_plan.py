@@ -224,5 +224,5 @@ def test_a_plan_of_whole_batches_serves_ranks_that_pass_their_rows() -> None:
     several = plan_program(scoped(program), settings.but(size=4, mesh=(Axis("tensor", 2),)))
     saved_several = SavedPlan("plan.json", replace(several, fingerprint=compute_fingerprint(program)))
     several_local = settings.but(size=4, batch__local={b.name: b.placement.sizes for b in several.batch_inputs})
-    with pytest.raises(PlanError, match="a saved plan of several axes, or of stages, takes whole batches"):
+    with pytest.raises(PlanError, match="a saved plan with several mesh axes, or with stages, needs whole batches"):
         saved_several.find_plan(program, several_local)

@@ -287,11 +287,11 @@ def test_what_would_not_compute_the_same_again_has_no_gradient_outside(ranks: St
         with tf.GradientTape() as tape:
             tape.watch(x)
             y = step(x)
-        with pytest.raises((ProgramError, StagingError), match=r"in a graph|ForwardAccumulator"):
+        with pytest.raises((ProgramError, StagingError), match=r"while a graph is built|ForwardAccumulator"):
             asks(tape, y, x)
     for changes in (lambda: w.assign_add(w), lambda: w.assign(w + 1.0)):
         with tf.GradientTape() as tape:
             loss = step(X)
         changes()
-        with pytest.raises(ProgramError, match="have changed since it was called"):
+        with pytest.raises(ProgramError, match="have changed since the call"):
             tape.gradient(loss, w)

@@ -1,3 +1,3 @@
-"""Runs programs in a rank's process: holds the run's context, compiles captured programs, and executes functions and
-sessions.
+"""Holds the state of a run in each rank's process (``context``), compiles captured programs (``compile``), and runs
+them from ``wh.function`` and ``wh.Session``.
 """

@@ -1,4 +1,6 @@
-"""Puts layers and variables into scopes by name, without changes to the model's code: ``wh.annotate``."""
+"""Puts layers and variables into scopes by their names, without changes to the model's code: ``wh.annotate``, and
+``read_annotations`` for the same in a JSON file.
+"""
 
 from __future__ import annotations
 
@@ -17,21 +19,25 @@ from whale.planner.graph_search.strategies import trains
 from whale.runtime.context import Context, require_current
 from whale.runtime.scopes import NamedScope, format_scope_part
 
-_EVERYTHING = "split_0"  # the scope of a program of which everything stands inside of ``wh.split``
+_EVERYTHING = "split_0"  # path of the scope around all nodes of a program, as if the script had one ``with wh.split()``
 _EXAMPLE = '{"decoder/layers_[0-5]": {"stage": 0}, "*/mlp/*kernel": {"split": {"dim": -1}}}'
 
 
 def annotate(patterns: Mapping[str, Sequence[NamedScope]]) -> None:
-    """Adds patterns to those of this run.
+    """Adds annotations to the run: each puts the nodes and variables whose names match a pattern into scopes.
+
+    Args:
+      patterns: glob over paths of names, such as ``"decoder/layers_[0-5]"`` -> the scopes (split, stage, replica) for
+        what it matches.
 
     Raises:
       ClusterError: called before ``wh.init``.
-      PlanError: devices that are no ranks of the run, or ranks that each train by themselves.
+      PlanError: ``devices`` names no ranks of the run, or each rank trains a program of its own (``solo``, Horovod).
     """
     context = require_current("wh.annotate()")
     if patterns and (context.solo or context.planning.own_programs is not None):
         raise PlanError(
-            "annotations say how a program is divided, and the ranks of this run each run one of their own",
+            "annotations divide one program over the ranks, but each rank of this run trains a program of its own",
             given=", ".join(map(repr, patterns)),
             expected="no annotations with wh.init(solo=True) and with scripts for Horovod",
             action="leave out solo=True, or the annotations (wh.annotate, mesh.annotations, whale run --annotate)",
@@ -54,7 +60,7 @@ class _Arguments(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class _Scopes(msgspec.Struct, forbid_unknown_fields=True):
-    """The scopes that a JSON file assigns to a pattern."""
+    """Holds the scopes that a JSON file assigns to one pattern: ``{"stage": 0}`` or ``{"split": {"dim": -1}}``."""
 
     replica: _Arguments | None = None
     split: _Arguments | None = None
@@ -73,8 +79,10 @@ class _Scopes(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def read_annotations(path: str) -> dict[str, list[NamedScope]]:
-    """Reads the argument of ``annotate`` from a JSON file: pattern -> kind of scope -> its arguments, or a stage's
-    number.
+    """Reads annotations from a JSON file, in the form that ``annotate`` takes: pattern -> scopes.
+
+    The file maps each pattern to kinds of scopes, and each kind to its arguments, or a stage to its number:
+    ``{"decoder/layers_[0-5]": {"stage": 0}}``.
 
     Raises:
       ConfigError: the file cannot be read, or has another form.
@@ -83,7 +91,7 @@ def read_annotations(path: str) -> dict[str, list[NamedScope]]:
         found = msgspec.json.decode(Path(path).expanduser().read_bytes(), type=dict[str, _Scopes])
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(
-            "the annotations cannot be read",
+            "the file of annotations cannot be read",
             given=f"{path}: {error}",
             expected=f"a JSON file like {_EXAMPLE}",
             action="correct the file, or the path in the key mesh.annotations (whale run --annotate)",
@@ -92,17 +100,19 @@ def read_annotations(path: str) -> dict[str, list[NamedScope]]:
 
 
 def put_in_default_scope(program: Program, context: Context) -> Program:
-    """Puts all nodes of ``program`` without a scope into ``wh.split``, if that is the run's default."""
+    """Returns ``program`` with every node that has no scope put into one ``wh.split``; unchanged unless the run splits
+    everything (``ScopeState.split_everything``).
+    """
     if not context.scoping.split_everything:
         return program
     return program.replace_nodes(tuple(n if n.scope else replace(n, scope=_EVERYTHING) for n in program.nodes))
 
 
 def put_in_named_scopes(captured: Captured, context: Context) -> Captured:
-    """Returns ``captured`` with the scopes of this run's annotations.
+    """Returns the captured program with this run's annotations (``wh.annotate``) applied to its nodes.
 
     Raises:
-      PlanError: the program trains, and a pattern matches no name of it or of earlier programs.
+      PlanError: the program trains, and a pattern matches no name in this program or in earlier ones.
     """
     if not context.scoping.annotations:
         return captured
@@ -121,22 +131,28 @@ def _refuse_unmatched(named: Named, context: Context) -> None:
             "an annotation matches no layer and no variable",
             op=named.program.name,
             given=", ".join(map(repr, missing)),
-            expected=f"a name of this step; like it are {', '.join(near)}" if near else "a name of this step",
-            action="correct the pattern: a glob that begins and ends where parts of a path do",
+            expected="a name of a layer or variable of this step" + (f", such as {', '.join(near)}" if near else ""),
+            action="correct the pattern: a glob over whole parts of a path, such as decoder/layers_*",
         )
 
 
 def describe_unmatched(context: Context) -> str:
-    """Returns a sentence about annotations that matched nothing, for the end of a run; "" if there are none."""
+    """Returns a sentence that names the annotations which matched nothing in the whole run, for a warning at its end;
+    "" if all matched.
+    """
     missing = list(
         dict.fromkeys(repr(p.text) for p in context.scoping.annotations if p.text not in context.scoping.annotated)
     )
-    return f"no step of this run had anything for the annotations {', '.join(missing)}" if missing else ""
+    if not missing:
+        return ""
+    return f"the annotations {', '.join(missing)} matched no layer and no variable in any step; correct these patterns"
 
 
 def find_variable_names(captured: Sequence[CapturedVariable]) -> dict[str, str]:
-    """Maps handle nodes to variable names including their layers' names, which Keras 3 keeps in its own variable
-    objects.
+    """Maps the name of each captured variable's handle node to the variable's full path, such as ``"dense/kernel"``.
+
+    Keras 3 keeps the layers' names in its own variable object, which refers to the tf.Variable: it is found among the
+    objects that refer to it.
     """
     variables = [c.variable for c in captured if c.variable is not None]
     paths: dict[int, str] = {}

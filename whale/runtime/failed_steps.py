@@ -1,10 +1,10 @@
-"""Lets a run go on after a step that failed and whose error the script caught: all ranks raise it, and connect anew.
+"""Lets a run continue after a step that failed and whose error the script caught: all ranks raise it, and connect anew.
 
-What an operation of the script raises (``tf.debugging.assert_less``, ``check_numerics``) may be met by one rank alone,
-at its rows. The others, which wait for its part, raise an error of the same class, so that one ``except`` is every
-rank's. An exchange that was under way cannot be taken up again: before the next step all ranks leave their communicator
-for another one of the same name, under which the compiled steps find it. They compare then at which step they were,
-and their variables: an update that only some ranks had made ends the run.
+An operation of the script (``tf.debugging.assert_less``, ``check_numerics``) may fail on one rank alone, for its rows.
+The other ranks, which wait for its part, raise an error of the same class, so that one ``except`` clause works on every
+rank. An exchange that was under way cannot be resumed: before the next step all ranks leave their communicator for
+another one of the same name, under which the compiled steps find it. The ranks then compare which step they were at,
+and their variables. An update that only some ranks have made ends the run.
 
 Decision: 0206.
 """
@@ -27,15 +27,17 @@ from whale.distributed.stream_positions import gather_streams
 from whale.errors import CommError
 from whale.runtime.context import Context
 
-_FAILED = re.compile(r"rank \d+ failed: (\w+Error): ")  # as `raise_comm_error` tells it
+_FAILED = re.compile(r"rank \d+ failed: (\w+Error): ")  # how `raise_comm_error` words another rank's failure
 
 
 def raise_step_error(error: tf.errors.OpError, context: Context) -> None:
-    """Raises what this rank's script is to see of a step that failed; returns if that is the error itself.
+    """Raises the error that this rank's script should see for a failed step; returns if ``error`` itself is that error.
+
+    Marks the run's communicators as left behind, so that the next step connects the ranks anew.
 
     Raises:
-      CommError: as ``raise_comm_error``; of TensorFlow's class too, if another rank's operation raised one of its
-        errors.
+      CommError: as ``raise_comm_error``. If another rank's operation raised an error of TensorFlow, the error is of
+        that class too.
     """
     if not context.comms or context.is_elastic or context.own_gpu is not None:
         raise_comm_error(error, context)
@@ -54,7 +56,9 @@ def raise_step_error(error: tf.errors.OpError, context: Context) -> None:
 
 
 class _LeftBehind(Sequence[Any]):
-    """A run's communicators after a failed step: taking one by its number has all ranks connect anew first."""
+    """Stands for a run's communicators after a failed step: indexing it first connects all ranks anew, and then returns
+    the new one.
+    """
 
     def __init__(self, context: Context) -> None:
         self._context, self._old = weakref.ref(context), context.comms
@@ -74,7 +78,7 @@ class _LeftBehind(Sequence[Any]):
 
 @functools.cache
 def _with_class(kind: type[tf.errors.OpError]) -> type[CommError]:
-    """Returns the class of errors that another rank has raised: a CommError, and what the other rank's is."""
+    """Returns a subclass of both CommError and ``kind``, for an error that another rank's operation has raised."""
 
     def begin(self: Any, message: str) -> None:
         Exception.__init__(self, message)  # WhaleError and OpError have other arguments
@@ -88,20 +92,20 @@ def _with_class(kind: type[tf.errors.OpError]) -> type[CommError]:
 
 
 def go_on(context: Context) -> None:
-    """Connects all ranks anew if the latest step has failed; collective then.
+    """Connects all ranks anew if the latest step has failed; then collective. Otherwise returns at once.
 
     Raises:
-      CommError: another rank does not go on, has failed at another step, or holds other values now.
+      CommError: another rank does not continue, has failed at another step, or holds other values now.
     """
     if not isinstance(context.comms, _LeftBehind):
         return
     for comm in context.comms:
         if not comm.leave(context.config["debug.check_timeout_s"]) and context.has_other_processes:
             raise CommError(
-                "a step failed, and not all ranks go on after it",
-                given=f"rank {context.rank} takes another step; others have not come to one",
-                expected="scripts that catch the error of a step on all ranks",
-                action="catch it where every rank does, or let it end the run",
+                "a step failed, and not all ranks continue after it",
+                given=f"rank {context.rank} takes another step; other ranks have not come to one",
+                expected="a script that catches the step's error on every rank, and then takes another step",
+                action="catch the error at the same place on every rank, or let it end the run",
             )
     if context.watch is None or not context.has_other_processes:
         context.comms = whale_ops.connect_in_process(
@@ -114,7 +118,7 @@ def go_on(context: Context) -> None:
         configure_communicator(comm, context.config)
         if context.trace is not None:
             comm.trace_start(context.trace.descriptor)
-    context.planning.forecast = None  # it counts exchanges of the old communicator, and steps that fail are no measure
+    context.planning.forecast = None  # it counts exchanges of the old communicator, and failed steps measure nothing
     if context.has_other_processes:
         _compare(context)
     context.variables.check(context, context.outside, "the step after a failed one")
@@ -134,7 +138,7 @@ def _compare(context: Context) -> None:
     if positions is None:
         raise CommError(
             "a step failed after some ranks had drawn random numbers for it, and others had not",
-            expected="streams that ranks can set to one position",
-            action='set batch.random to "global", or check operands before the step draws',
+            expected="random streams that all ranks can set to one position",
+            action='set batch.random to "global", or put checks that may fail before the step draws',
         )
     whale_ops.set_streams(positions)

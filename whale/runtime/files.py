@@ -1,8 +1,9 @@
-"""Reads and writes files of checkpoints and models on disks, and in the stores that TensorFlow knows (``gs://``, ``s3://``).
+"""Reads and writes files of checkpoints and models on disks, and in the object stores that TensorFlow knows (``gs://``,
+``s3://``).
 
-A disk renames a file at once, and keeps it when it is synced. A store keeps an object whole when its writer closes it,
-but has neither folders nor links, and renames by copying: whoever writes there puts the object last that makes the
-others count.
+A disk renames a file atomically, and keeps it once it is synced. A store keeps an object whole when its writer closes
+it, but it has neither folders nor links, and renames by copying. So a writer puts that object last which makes the
+others count, such as a checkpoint's index.
 
 Decision: 0164.
 """
@@ -25,21 +26,23 @@ _FOUND_WITH = {
 
 
 def normalize_path(path: Any) -> str:
-    """Returns one name of a file or a folder for all ranks: an absolute path, or a URI such as ``gs://bucket/run``."""
+    """Returns one name of a file or folder that is equal on all ranks: an absolute path, or a URI such as
+    ``gs://bucket/run``.
+    """
     text = os.fsdecode(os.fspath(path)).removeprefix(_DISK)
     return os.path.abspath(text) if is_on_disk(text) else text.rstrip("/")
 
 
 def is_on_disk(path: str) -> bool:
-    """Tells whether a path is one of the host's file systems, and not of a store."""
+    """Returns True if ``path`` is in one of the host's file systems, False if it is a URI of an object store."""
     return "://" not in path.removeprefix(_DISK)
 
 
 def refuse_unknown_store(path: str) -> None:
-    """Refuses a URI of which TensorFlow has no file system.
+    """Raises an error if ``path`` is a URI for which TensorFlow has no file system.
 
     Raises:
-      CheckpointError: names the schemes that there are, and what brings others.
+      CheckpointError: names the known schemes, and the package that adds this one.
     """
     scheme = path.partition("://")[0]
     known = sorted(name for name in tf.io.gfile.get_registered_schemes() if name)
@@ -55,7 +58,8 @@ def refuse_unknown_store(path: str) -> None:
 
 
 def list_names(folder: str) -> list[str]:
-    """Returns the names in a folder, in order; a folder of a store is there once something is in it.
+    """Returns the sorted names in a folder; [] for a folder of a store that does not exist, as stores have no empty
+    folders.
 
     Raises:
       tf.errors.NotFoundError: there is no such folder on the disk.
@@ -69,13 +73,13 @@ def list_names(folder: str) -> list[str]:
 
 
 def remove(path: str) -> None:
-    """Removes a file, if it is there."""
+    """Removes a file; does nothing if it does not exist."""
     with contextlib.suppress(tf.errors.NotFoundError):
         tf.io.gfile.remove(path)
 
 
 def remove_files(begin: str) -> None:
-    """Removes the files whose path is ``begin`` with an ending behind a point."""
+    """Removes the files named ``begin`` plus a dot and any suffix, such as ``ckpt-1.index`` for ``ckpt-1``."""
     folder, own = os.path.split(begin)
     for name in list_names(folder):
         if name.startswith(f"{own}."):
@@ -83,7 +87,7 @@ def remove_files(begin: str) -> None:
 
 
 def remove_folder(path: str) -> None:
-    """Removes a folder with all that is in it, if it is there; of a link only the link."""
+    """Removes a folder with its content, if it exists; of a symbolic link, only the link."""
     if os.path.islink(path):
         os.unlink(path)
         return
@@ -103,14 +107,14 @@ def read_text(path: str, most: int) -> str:
     """Returns the first ``most`` characters of a file.
 
     Raises:
-      tf.errors.OpError: it cannot be read. ValueError: it is no text.
+      tf.errors.OpError: the file cannot be read. ValueError: it is not text.
     """
     with tf.io.gfile.GFile(path) as file:
         return str(file.read(most))
 
 
 def write_text(path: str, text: str) -> None:
-    """Writes a file, or replaces it, so that readers find the old text or the new one."""
+    """Writes or replaces a file so that readers see either the old text or the new text, never a part."""
     written = f"{path}.tmp" if is_on_disk(path) else path
     with tf.io.gfile.GFile(written, "w") as file:
         file.write(text)
@@ -121,7 +125,7 @@ def write_text(path: str, text: str) -> None:
 
 
 def move_files(folder: str, target: str, last: str) -> None:
-    """Moves the files of a folder into another one; those whose name ends with ``last`` at the end."""
+    """Moves all files of ``folder`` into ``target``; files whose name ends with ``last`` are moved after the others."""
     for name in sorted(list_names(folder), key=lambda name: (name.endswith(last), name)):
         tf.io.gfile.rename(os.path.join(folder, name), os.path.join(target, name), overwrite=True)
     if is_on_disk(target):
@@ -129,7 +133,9 @@ def move_files(folder: str, target: str, last: str) -> None:
 
 
 def sync_to_disk(path: str) -> None:
-    """Waits until a file's content, or a folder's names, are on the disk; a store has them when they are written."""
+    """Waits until a file's content, or a folder's list of names, is on the disk; returns at once for stores, which keep
+    what is written.
+    """
     if not is_on_disk(path):
         return
     descriptor = os.open(path, os.O_RDONLY)

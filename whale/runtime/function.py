@@ -1,16 +1,18 @@
-"""``wh.function``: replaces tf.function around a train step, and divides the step over the ranks of the run.
+"""Implements ``wh.function``, which replaces tf.function around a train step and divides the step over the ranks of the
+run.
 
-A step is a plain function in graphs that are no programs of steps. Functions of a dataset (what ``map``, ``filter`` or
-``reduce`` were given) run where rows are read, one element or batch at a time: every reader computes them for the rows
-that it reads, as one process does. Keras calls layers in graphs of its own to find shapes, which are never run.
+A step that is called while TensorFlow builds a graph for its own purposes is traced like a plain function. Functions
+that a dataset was given (for ``map``, ``filter`` or ``reduce``) run where rows are read, one element or batch at a
+time: every reader computes them for the rows that it reads, as one process does. Keras calls layers in graphs of its
+own to find shapes; these graphs are never run.
 
-What ``get_concrete_function`` returns is a trace that a script holds in its hands. What saves, converts or shows it
-gets the function for one device. Called from Python, it is the step: all ranks compute it together, whatever parts of
-variables they hold.
+``get_concrete_function`` returns a trace that a script can save, convert or show: TensorFlow then gets the function for
+one device. Called from Python, the trace is the step: all ranks compute it together, whatever parts of variables they
+hold.
 
-Within a run steps may go over to another strategy: variables, optimizer slots and random streams stay what they are,
-and programs are compiled again for their next call. Elastic runs do the same by an agreement of theirs, as a rank may
-be lost meanwhile (``whale.runtime.elastic.elastic_run``).
+Within a run, steps may change to another strategy. Variables, optimizer slots and random streams keep their values, and
+programs are compiled again at their next call. Elastic runs do the same by their own agreement, as a rank may be lost
+meanwhile (``whale.runtime.elastic.elastic_run``).
 
 Decision: 0185.
 """
@@ -56,7 +58,7 @@ R = TypeVar("R")
 S = TypeVar("S")
 _UNSPECIFIED = ag_ctx.ControlStatusCtx(ag_ctx.Status.UNSPECIFIED)
 
-# Attributes that a copy of a step begins without.
+# Attributes that are left out when a step is copied or pickled: they belong to this process's runs.
 _OF_RUNS = (
     "_traces", "_inside", "_taped", "_called", "_steps", "_quick", "_sources", "_context", "_division", "_bound",
 )  # fmt: skip
@@ -65,16 +67,18 @@ _FINDS_SHAPES = ("scratch_graph", "keras_graph")
 
 
 class Function(polymorphic_function.Function, Generic[P, R]):  # type: ignore[misc]
-    """A step that runs on all ranks; see ``function``.
+    """Represents a step that runs on all ranks, as ``wh.function`` returns it.
 
-    It is one of TensorFlow's functions too, which is what TensorFlow looks for where it saves, converts or keeps track
-    of functions: there it is what one process would have, the function as it was written, with whole variables.
+    It is also a tf.function for TensorFlow, which looks for that class when it saves, converts or tracks functions. To
+    TensorFlow it is the function as written, for one process, with whole variables.
 
     Decision: 0181.
 
     Args:
-      one_trace: whether one process serves all shapes of its arguments with one trace, so that random streams go on.
-      has_sizes: whether it knows all sizes in that trace.
+      fn: a Python function, a method or a tf.function.
+      one_trace: whether one process would use a single trace for all shapes of the arguments, so that its random
+        streams go on from shape to shape.
+      has_sizes: whether that trace knows all sizes of its arguments.
     """
 
     def __init__(self, fn: Callable[P, R], one_trace: bool = False, has_sizes: bool = True):
@@ -82,7 +86,7 @@ class Function(polymorphic_function.Function, Generic[P, R]):  # type: ignore[mi
         self._fn, self._of_traces = fn, (one_trace, has_sizes)
         self._options = read_tracing_options(fn)
         python_function: Callable[..., Any] = getattr(fn, "python_function", fn)
-        super().__init__(  # behind what is copied of another function, which has traces of its own
+        super().__init__(  # after `update_wrapper`, which may copy the traces of another function into this one
             python_function,
             str(getattr(python_function, "__name__", "function")),
             reduce_retracing=getattr(fn, "_reduce_retracing", False),
@@ -92,19 +96,20 @@ class Function(polymorphic_function.Function, Generic[P, R]):  # type: ignore[mi
         self._begin()
 
     def _begin(self) -> None:
-        """Begins without any step."""
-        # What has a `__get__` is a builtin for `inspect.getfullargspec`, by which Keras 2 asks for a layer's arguments.
-        with contextlib.suppress(TypeError, ValueError):  # it has none, as some of C
+        """Sets up empty caches of traces and compiled steps."""
+        # Keras 2 asks `inspect.getfullargspec` for a layer's arguments, which takes an object with `__get__` for a
+        # builtin unless it has a signature.
+        with contextlib.suppress(TypeError, ValueError):  # some functions written in C have no signature
             self.__signature__ = inspect.signature(self._python_function)
         self._traces = Traces(self._fn, *self._of_traces)
         self._inside = _unwrap(self._fn, self._options)
         self._taped = TapedCalls(getattr(self, "__name__", "function"), self._call_inside, Function)
-        self._called: dict[Hashable, tuple[SharedTrace, Any, Any]] = {}  # what one process has a trace for
+        self._called: dict[Hashable, tuple[SharedTrace, Any, Any]] = {}  # arguments that one process has a trace for
         self._steps: dict[Hashable, Step] = {}
         self._quick: dict[Hashable, Step] = {}
         self._sources: dict[Hashable, tuple[Source, ...] | None] = {}  # None: read inside loops, where nothing is drawn
         self._context: weakref.ref[Context] | None = None
-        self._division: tuple[int, ...] = ()  # that the steps were compiled for
+        self._division: tuple[int, ...] = ()  # `Context.division` that the steps were compiled for
         self._bound: weakref.WeakKeyDictionary[Any, Function[..., Any]] = weakref.WeakKeyDictionary()
 
     @overload
@@ -114,7 +119,7 @@ class Function(polymorphic_function.Function, Generic[P, R]):  # type: ignore[mi
     def __get__(self: Function[Concatenate[S, Q], R], instance: S, owner: type | None = None) -> Function[Q, R]: ...
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
-        """Returns the step of an instance, for a method."""
+        """Returns, for a decorated method, the step that is bound to ``instance``; the same object each time."""
         if instance is None:
             return self
         if instance not in self._bound:
@@ -123,7 +128,9 @@ class Function(polymorphic_function.Function, Generic[P, R]):  # type: ignore[mi
         return self._bound[instance]
 
     def _trace_alike(self, python_function: Callable[..., Any]) -> Callable[..., Any]:
-        """Returns another Python function as it is, or as a tf.function if this step was made of one."""
+        """Returns ``python_function`` wrapped in a tf.function with this step's options, or unchanged if the step was
+        not made of a tf.function.
+        """
         if not self._options:
             return python_function
         made: Any = tf.function(python_function, reduce_retracing=self._reduce_retracing, **self._options)
@@ -143,8 +150,8 @@ class Function(polymorphic_function.Function, Generic[P, R]):  # type: ignore[mi
         self._begin()
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        """Takes a step; compiles it first if its arguments have new shapes, types or Python values. Collective."""
-        # AutoGraph rewrites this method, to which it comes by calls in other steps: it has to stay this short.
+        """Runs the step; compiles it first if its arguments have new shapes, dtypes or Python values. Collective."""
+        # Kept short because AutoGraph rewrites this method when another step calls this one.
         return self._take(args, kwargs) if tf.executing_eagerly() else self._inside_graph(args, kwargs)
 
     def _take(self, args: Any, kwargs: Any) -> Any:
@@ -189,20 +196,24 @@ class Function(polymorphic_function.Function, Generic[P, R]):  # type: ignore[mi
         return result
 
     def plan(self, *args: P.args, **kwargs: P.kwargs) -> Plan:
-        """Returns the plan for these arguments (compiled now if they are new; collective between processes)."""
+        """Returns the plan of the step for these arguments; compiles the step if they are new. Collective between
+        processes.
+        """
         return self._step(args, kwargs).plan()
 
     def compile_seconds(self, *args: P.args, **kwargs: P.kwargs) -> dict[str, float]:
-        """Returns the seconds of each phase between the end of tracing and the first call, for these arguments."""
+        """Returns the seconds of each phase of compilation after tracing, for these arguments; compiles the step if
+        they are new.
+        """
         return dict(self._step(args, kwargs).seconds)
 
     @property
     def python_function(self) -> Callable[P, R]:
-        """Returns the function that this step was made of."""
+        """Returns the Python function that this step runs."""
         return self._python_function  # type: ignore[no-any-return]
 
     def experimental_get_tracing_count(self) -> int:
-        """Returns how many traces one process would have."""
+        """Returns how many traces a tf.function in one process would have after the same calls."""
         return max(len(self._function_cache), len({id(shared) for shared, _, _ in self._called.values()}))
 
     def _get_concrete_function_garbage_collected(self, *args: Any, **kwargs: Any) -> Any:
@@ -215,14 +226,14 @@ class Function(polymorphic_function.Function, Generic[P, R]):  # type: ignore[mi
         return found
 
     def _list_all_concrete_functions(self) -> Any:
-        """Returns one process's traces of all calls so far: what SavedModels are made of."""
+        """Returns the traces that one process would have of all calls so far, of which a SavedModel is made."""
         for _, args, kwargs in list(self._called.values()):
             self.get_concrete_function(*args, **kwargs)
         return super()._list_all_concrete_functions()
 
     def _find_shared_trace(self, args: Any, kwargs: Any) -> SharedTrace | None:
-        """Returns the trace that one process has for arguments of a trace; None: sizes are not known, as those of none
-        that it has for calls.
+        """Returns the trace that a tf.function in one process would use for these arguments; None: some argument's size
+        or rank is unknown, which no argument of a call is.
         """
         signature = self._options.get("input_signature")
         if signature is not None and not args and not kwargs:
@@ -244,11 +255,13 @@ class Function(polymorphic_function.Function, Generic[P, R]):  # type: ignore[mi
     def _find_step(
         self, args: Any, kwargs: Any, context: Context, shares: bool = False
     ) -> tuple[Arguments, Step, list[Any]]:
-        """Returns the arguments, the step compiled for them, and the tensors of batches that it reads from
-        iterators.
+        """Finds the compiled step for these arguments, and compiles one if there is none.
 
         Args:
-          shares: it may be the step that serves several sizes.
+          shares: whether it may be the step that serves several sizes.
+
+        Returns:
+          the flattened arguments, the step, and the tensors of the batches that it reads from iterators.
         """
         arguments = self._take_apart(args, kwargs)
         kind = arguments.key
@@ -266,7 +279,7 @@ class Function(polymorphic_function.Function, Generic[P, R]):  # type: ignore[mi
             return arguments, common, []
         drawing = IteratorReads(functools.partial(draw, context=context), batches)
         step = compile_step(self._fn, arguments, args, kwargs, context, shared, drawing)
-        self._attach()  # earlier steps call variables where they were; to this one it makes no difference
+        self._attach()  # forgets earlier steps if compiling this one has moved variables that they use
         if reads_itself(step.captured, drawing, arguments):
             self._sources[kind] = None
             return self._find_reading_step(args, kwargs, context)
@@ -278,7 +291,9 @@ class Function(polymorphic_function.Function, Generic[P, R]):  # type: ignore[mi
     def _of_many_sizes(
         self, shared: SharedTrace, arguments: Arguments, args: Any, kwargs: Any, context: Context
     ) -> Step | None:
-        """Returns the step that serves all sizes without one of their own; None: these sizes have one."""
+        """Returns the step that serves arguments of any size; None: arguments of these sizes get a step of
+        their own.
+        """
         shapes = [tuple(tensor.shape) for tensor in arguments.tensors]
         if shared.sizes.wants_own(arguments.key, shapes):
             return None
@@ -289,14 +304,16 @@ class Function(polymorphic_function.Function, Generic[P, R]):  # type: ignore[mi
                 return None
             try:
                 shared.sizes.step = compile_step(self._fn, arguments, args, kwargs, context, shared, None, unknown)
-            except Exception as error:  # of TensorFlow or the step's own, too: some steps have to know their sizes
+            except Exception as error:  # TensorFlow's and the script's errors too: some steps need known sizes
                 shared.sizes.refuse(name, error)
                 return None
             self._attach()
         return shared.sizes.step
 
     def _find_reading_step(self, args: Any, kwargs: Any, context: Context) -> tuple[Arguments, Step, list[Any]]:
-        """Does the same for a step whose loops read iterators given as arguments: every rank reads them."""
+        """Finds or compiles, like ``_find_step``, a step whose loops read iterators that are arguments: every rank
+        reads them itself.
+        """
         arguments = self._take_apart(args, kwargs, draws=False)
         if arguments.key not in self._steps:
             shared = self._traces.find(arguments)
@@ -307,7 +324,9 @@ class Function(polymorphic_function.Function, Generic[P, R]):  # type: ignore[mi
         return arguments, self._steps[arguments.key], []
 
     def _forget(self, step: Step, arguments: Arguments) -> None:
-        """Forgets a step that was for the first call: what it has created is there. One process traces again, too."""
+        """Forgets a step that served the first call only, because the variables that it creates exist now; the next
+        call is traced again, as in one process.
+        """
         self._steps = {key: known for key, known in self._steps.items() if known is not step}
         self._traces.forget(arguments)
 
@@ -318,21 +337,28 @@ class Function(polymorphic_function.Function, Generic[P, R]):  # type: ignore[mi
         return self._find_step(args, kwargs, context)[1]
 
     def _attach(self) -> Context:
-        """Returns the context; forgets steps that were compiled for an earlier one."""
+        """Returns the context of the present run; first forgets steps that were compiled for another run or another
+        layout of it.
+        """
         context = require_current(f"the step `{getattr(self, '__name__', 'function')}`")
         if self._context is None or self._context() is not context or self._division != context.division:
             self._steps.clear()
             self._quick.clear()
             self._sources.clear()
-            if self._context is not None and self._context() is not context:  # inside of other steps it has no context
+            if self._context is not None and self._context() is not context:  # None: it ran inside of other steps only
                 self._traces = Traces(self._fn, *self._of_traces)
             self._context, self._division = weakref.ref(context), context.division
         return context
 
     @tf.autograph.experimental.do_not_convert  # type: ignore[misc]
     def _inside_graph(self, args: Any, kwargs: Any) -> Any:
-        """Calls the step while a graph is built: it becomes part of that program, if Whale captures it, or a function
-        of what TensorFlow saves or runs on a dataset's rows.
+        """Handles a call of the step while a graph is built.
+
+        If Whale captures the graph, the step becomes a part of that program. If TensorFlow saves the graph, finds
+        shapes by it or runs it on a dataset's rows, the step becomes an ordinary function in it.
+
+        Raises:
+          ProgramError: the graph is that of a tf.function around the step.
         """
         if are_steps_nested() or (not capturing.get() and _is_graph_without_steps()):
             return polymorphic_function.Function.__call__(self, *args, **kwargs)
@@ -348,8 +374,8 @@ class Function(polymorphic_function.Function, Generic[P, R]):  # type: ignore[mi
 
     @tf.autograph.experimental.do_not_convert  # type: ignore[misc]
     def _call_inside(self, *args: Any, **kwargs: Any) -> Any:
-        """Calls the function in the graph of another step, and draws what it would in a graph of its own, as one
-        process has it.
+        """Calls the step's function in the graph of another step, with the random numbers that it would draw in a graph
+        of its own.
         """
         shared = self._find_shared_trace(args, kwargs)
         with number_operations_anew(), nullcontext() if shared is None else shared.trace_with_seed():
@@ -360,18 +386,22 @@ class Function(polymorphic_function.Function, Generic[P, R]):  # type: ignore[mi
 
 
 def _with_sizes(spec: Any) -> Any:
-    """Returns a spec with some size in each unknown one's place; no trace of an ``input_signature`` depends on it."""
+    """Returns a TensorSpec with 1 in place of each unknown size; a trace of an ``input_signature`` does not depend on
+    the size.
+    """
     if not isinstance(spec, tf.TensorSpec) or spec.shape.rank is None:
         return spec
     return tf.TensorSpec([1 if size is None else size for size in spec.shape], spec.dtype)
 
 
 def _unwrap(fn: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:
-    """Returns the function that a graph calls: ``fn``, without its tf.function if that does nothing but trace."""
+    """Returns the function to call inside another graph: ``fn``, without its tf.function if that has no options but
+    ``autograph``.
+    """
     plain = options.get("autograph", True) and all(v is None for k, v in options.items() if k != "autograph")
     if not plain:
         return fn
-    # As a tf.function: AutoGraph rewrites it though it may leave the caller as it is.
+    # AutoGraph rewrites the function as tf.function would, even if it leaves the caller unchanged.
     return autograph.tf_convert(getattr(fn, "python_function", fn), _UNSPECIFIED, user_requested=True)
 
 
@@ -420,23 +450,23 @@ def function(
     experimental_compile: bool | None = None,
     experimental_follow_type_hints: bool | None = None,
 ) -> Any:
-    """Spreads a train or evaluation step over the ranks; use it where tf.function would stand.
+    """Spreads a train or evaluation step over the ranks; use it in place of tf.function.
 
-    The step sees global values: its batch inputs are the global batch, of which each rank computes its share, and what
-    it returns is what one device would return, on every rank. It is traced once for each set of argument shapes, dtypes
-    and Python values; where one process has one trace for many shapes, most of them may share a program that every rank
-    computes whole. A rank passes the whole batch, or its rows only: what ``wh.shard`` yields, or with
+    The step sees global values: its batch inputs are the global batch, of which each rank computes its share, and it
+    returns on every rank what one device would return. It is traced once for each set of argument shapes, dtypes and
+    Python values; where one process has one trace for many shapes, most of them may share a program that every rank
+    computes whole. A rank passes the whole batch, or only its rows: what ``wh.shard`` yields, or with
     ``batch.mode="local"`` a batch of its own; the global batch is then all of them in order of ranks.
 
-    It takes the arguments of tf.function, which mean the same; those that it does not name below compute nothing else.
+    It takes the arguments of tf.function, with the same meaning; those that are not listed here change no results.
 
     Args:
-      func: the step; a Python function, a method or a tf.function. None: a decorator with the other arguments.
-      input_signature: a tf.TensorSpec for each argument, which is made a tensor of that dtype, and has to fit in shape.
-        Unknown sizes take those of the arguments.
+      func: the step: a Python function, a method or a tf.function. None: returns a decorator with the other arguments.
+      input_signature: a tf.TensorSpec for each argument; the argument is converted to its dtype, and must fit its
+        shape. Unknown sizes take those of the arguments.
       autograph: whether Python's loops and conditions over tensors are traced as such; with
         ``experimental_autograph_options``.
-      jit_compile: True: XLA compiles the step, in clusters between exchanges with other ranks; on processors without
+      jit_compile: True: XLA compiles the parts of the step between exchanges with other ranks; on CPUs without matrix
         products and convolutions, for which other kernels are faster. ``experimental_compile`` is its older name.
 
     Raises:
@@ -466,7 +496,9 @@ def function(
 
 
 class _ConcreteStep(ConcreteFunction):  # type: ignore[misc]
-    """A trace of a step."""
+    """Represents a trace of a step, as ``get_concrete_function`` returns it; a call from Python during a run runs the
+    step on all ranks.
+    """
 
     _whale_call: Callable[..., Any]
 
@@ -479,13 +511,14 @@ class _ConcreteStep(ConcreteFunction):  # type: ignore[misc]
 def _route_calls_to_step(
     concrete: Any, step: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> None:
-    """Makes calls of a trace from Python, during runs, calls of the step that it is a trace of.
+    """Changes a trace so that calls of it from Python, during a run, call the step that it was traced from.
 
     Args:
-      concrete: TensorFlow's ConcreteFunction.
+      concrete: TensorFlow's ConcreteFunction; its class is changed.
       step: a ``wh.function``.
-      args: that the trace was asked for, with ``kwargs``: values that are no tensors are constants of the trace, and
-        need not be given.
+      args: positional arguments that the trace was requested with. Values that are not tensors are constants of the
+        trace, and need not be passed again.
+      kwargs: keyword arguments that it was requested with.
     """
     if isinstance(concrete, _ConcreteStep):
         return
@@ -507,7 +540,9 @@ def _route_calls_to_step(
 
 
 def _is_graph_without_steps() -> bool:
-    """Tells whether the graph that the caller's code adds to is such a graph, or within one."""
+    """Returns True if the graph under construction is one in which steps are plain functions: Keras finds shapes by it,
+    or a dataset's function is traced.
+    """
     graph = tf.compat.v1.get_default_graph()
     while graph is not None:
         if any(name in getattr(graph, "name", "") for name in _FINDS_SHAPES):
@@ -522,9 +557,9 @@ def _is_graph_without_steps() -> bool:
 
 
 def _follow_forecast(context: Context) -> None:
-    """Compares a run's steps with their prediction, after a step, and goes over to a better strategy if there is one.
+    """Compares the run's steps with their prediction after a step, and changes to a better strategy if one was found.
 
-    Collective when it is time to.
+    Collective when it is time to compare.
 
     Raises:
       CommError: a rank is gone.
@@ -534,7 +569,11 @@ def _follow_forecast(context: Context) -> None:
 
 
 def _change_strategy(context: Context, chosen: ChosenStrategy) -> None:
-    """Makes all variables whole, and has programs be compiled anew under a strategy; collective between processes."""
+    """Makes all variables whole on every rank, so that programs are compiled anew under ``chosen``; collective between
+    processes.
+
+    Does nothing but warn if random streams have diverged between ranks.
+    """
     positions = gather_streams(context.comms[0], list(context.streams))
     if positions is None:
         if context.rank == 0:

@@ -7,8 +7,8 @@ from whale.config import Config
 from whale.errors import ConfigError
 from whale.runtime.context import Context, require_current
 
-FIRST_SCALE, GROWTH_STEPS = 2.0**15, 2000  # of a scale that adapts, as Keras' LossScaleOptimizer has them
-_NEVER = 2**31 - 1  # steps until a scale grows that does not
+FIRST_SCALE, GROWTH_STEPS = 2.0**15, 2000  # the defaults of Keras' LossScaleOptimizer, for a scale that adapts
+_NEVER = 2**31 - 1  # growth steps of a fixed scale: it never grows
 
 
 def _first_and_growth(config: Config) -> tuple[float, int]:
@@ -18,8 +18,8 @@ def _first_and_growth(config: Config) -> tuple[float, int]:
 
 
 def find_loss_scale(context: Context) -> LossScale | None:
-    """Returns the loss scale that all steps of the run share, created for the first one; None if losses are not
-    scaled.
+    """Returns the loss scale that all steps of the run share, and creates it for the first step; None unless the run
+    computes in float16.
     """
     config = context.config
     if config["precision.compute_dtype"] != "float16":
@@ -30,7 +30,9 @@ def find_loss_scale(context: Context) -> LossScale | None:
 
 
 def find_loss_scale_feed(context: Context) -> LossScaleFeed | None:
-    """Returns the loss scale of graphs that sessions run; None if losses are not scaled."""
+    """Returns the loss scale that is fed to graphs of sessions, and creates it for the first one; None unless the run
+    computes in float16.
+    """
     config = context.config
     if config["precision.compute_dtype"] != "float16":
         return None
@@ -40,13 +42,13 @@ def find_loss_scale_feed(context: Context) -> LossScaleFeed | None:
 
 
 def loss_scale() -> float:
-    """Returns the present loss scale in float16; a step that overflows halves it.
+    """Returns the present loss scale in float16; a step whose gradients overflow halves it.
 
-    Under ``wh.stage`` all ranks have to call it, as for other values of variables.
+    Under ``wh.stage`` all ranks have to call it, as when they read a variable.
 
     Raises:
       ClusterError: called before ``wh.init``.
-      ConfigError: losses are not scaled.
+      ConfigError: the run does not compute in float16, so losses are not scaled.
     """
     context = require_current("wh.loss_scale()")
     if context.scaling.fed_scale is not None and context.scaling.loss_scale is None:
@@ -54,8 +56,9 @@ def loss_scale() -> float:
     found = find_loss_scale(context)
     if found is None:
         raise ConfigError(
-            "losses are not scaled",
+            "losses are not scaled, so there is no loss scale",
+            given=f"wh.loss_scale() with precision.compute_dtype={context.config['precision.compute_dtype']!r}",
             expected='precision.compute_dtype="float16"',
-            action="set it, or leave wh.loss_scale() out",
+            action="set precision.compute_dtype in wh.init, or leave wh.loss_scale() out",
         )
     return float(found.scale.numpy())

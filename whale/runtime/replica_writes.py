@@ -1,5 +1,7 @@
-"""Finds replicated variables that only one rank has changed: by an assignment since the last step, or periodically, in
-any way.
+"""Finds replicated variables whose copies differ because only some ranks have changed them.
+
+``refuse_lone_writes`` compares variables that were assigned since the last step; ``wrap_with_replica_check`` compares
+all variables of a step every few calls (``debug.check_replicas``).
 """
 
 from __future__ import annotations
@@ -18,10 +20,10 @@ _MOST = 5
 
 
 def refuse_lone_writes(context: Context, step: str) -> None:
-    """Compares assignments since the last step to replicated variables between ranks.
+    """Compares between ranks the replicated variables that were assigned since the last step.
 
-    It is called only if there were any. A rank without assignments does not call it, so this rank's message meets that
-    rank's step check, which reveals the difference.
+    Called only if this rank has assigned any. A rank without assignments does not call it, so this rank's message meets
+    the other's step check, which reveals the difference.
 
     Args:
       step: name of the step that is about to run.
@@ -49,11 +51,12 @@ def refuse_lone_writes(context: Context, step: str) -> None:
 def wrap_with_replica_check(
     call: Callable[[list[Any]], Any], context: Context, step: str, handles: Collection[int]
 ) -> Callable[[list[Any]], Any]:
-    """Wraps ``call`` so that copies of a step's variables are compared before every ``debug.check_replicas``-th call.
+    """Wraps ``call`` so that the copies of a step's variables are compared before every n-th call, n being
+    ``debug.check_replicas``; returns it unchanged if that is 0.
 
     Args:
-      step: its name.
-      handles: numbers (``id``) of the handles of its variables.
+      step: name of the step, for messages.
+      handles: ``id`` of each handle of the step's variables.
     """
     every = context.config["debug.check_replicas"]
     if not every or not context.has_other_processes:

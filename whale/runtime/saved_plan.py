@@ -1,5 +1,7 @@
 """Runs a script under a saved plan: the key ``mesh.plan`` (``wh.init(plan=...)``, `whale run --plan`).
 
+``read_saved_plan`` reads the file; ``SavedPlan.find_plan`` returns the plan for the program that it was made for.
+
 Decisions: 0049, 0099.
 """
 
@@ -29,12 +31,13 @@ from whale.planner.report.planfile import PlanFile
 
 @dataclass
 class SavedPlan:
-    """A saved plan for one of the run's programs; the others are planned as usual.
+    """Holds a saved plan for one of the run's programs; the other programs are planned as usual.
 
     Attributes:
-      path: of its file.
-      cluster: the devices that it was made for; None: it names none.
-      used: whether that program was compiled already.
+      path: of the plan file.
+      plan: for whole batches, or for ranks' own rows.
+      cluster: the devices that the plan was made for; None: the file names none.
+      used: whether a program was already compiled under the plan.
     """
 
     path: str
@@ -44,29 +47,31 @@ class SavedPlan:
 
     @property
     def chosen_strategy(self) -> ChosenStrategy | None:
-        """Returns the strategy that `auto_parallel` found for the program, if the plan has one."""
+        """Returns the strategy that `auto_parallel` found when the plan was made; None: the plan was not searched."""
         searched = self.plan.strategy if self.plan.searched else None
         return ChosenStrategy(searched) if searched is not None else None
 
     @property
     def needs_whole_batches(self) -> bool:
-        """Tells whether ranks that pass their own rows have to gather the whole batch: the plan has several axes, or
-        stages.
+        """Returns True if ranks that pass their own rows must gather the whole batch, because the plan has several mesh
+        axes or stages.
         """
         return self.plan.inner is not None or bool(self.plan.stage_groups)
 
     def find_plan(self, program: Program, settings: PlanSettings) -> Plan | None:
-        """Returns the plan if it is for this program; else None.
+        """Returns the plan if it was made for this program, adapted to how this run's ranks pass batches; None if it is
+        for another program.
 
         Raises:
-          PlanError: the program has the plan's name and inputs and trains, but differs from it, or divides its batch
-            differently.
+          PlanError: the program trains and seems to be the plan's one (same name and inputs), but differs from it; or
+            its batch is divided differently.
         """
         if compute_fingerprint(program) != self.plan.fingerprint:
-            # Runs of a session all have one name: initial values and evaluation are told apart by what they do.
+            # All runs of a session have the same program name; only training ones have to match the plan.
             inputs = {b.name for b in self.plan.batch_inputs}
             same = program.name == self.plan.program and inputs <= set(program.inputs)
-            # `whale plan` takes the first step with a batch: where another one trains first, the script is another.
+            # `whale plan` plans the first step that has a batch and trains: if another one trains first, the script is
+            # not the one that was planned.
             if (same or (self.plan.script and _has_row_inputs(program))) and trains(program) and not self.used:
                 raise PlanError(
                     "the saved plan was made for another program",
@@ -81,14 +86,14 @@ class SavedPlan:
         return self._adapt_to_own_rows(program, plan, settings) if any(b.local for b in plan.batch_inputs) else plan
 
     def _adapt_to_own_rows(self, program: Program, plan: Plan, settings: PlanSettings) -> Plan:
-        """Adapts the plan, made for whole batches, to ranks that pass their own rows; other layouts stay unchanged.
+        """Returns the plan, which was made for whole batches, with layouts for ranks that each pass their own rows.
 
         Raises:
-          PlanError: it has several axes, or stages, and a session cannot gather the rows.
+          PlanError: the plan has several axes or stages; these need the whole batch, which a session cannot gather.
         """
         if self.needs_whole_batches:
             raise PlanError(
-                "a saved plan of several axes, or of stages, takes whole batches",
+                "a saved plan with several mesh axes, or with stages, needs whole batches",
                 op=program.name,
                 given=f"{self.path}; each rank passes its own rows",
                 expected="the whole batch on every rank",
@@ -99,7 +104,11 @@ class SavedPlan:
         return replace(plan, strategies=found.strategies, returned=found.returned, reshards=found.reshards)
 
     def _adapt_input(self, batch: BatchInput, settings: PlanSettings) -> BatchInput:
-        """Returns the input as this run's ranks pass it: whole, or each rank its own rows."""
+        """Returns the batch input as this run's ranks pass it: whole on every rank, or each rank its own rows.
+
+        Raises:
+          PlanError: the ranks' own rows are not those of the plan.
+        """
         sizes = settings.batch.local.get(batch.name)
         if sizes is None:
             return replace(batch, local=False)
@@ -121,8 +130,11 @@ def _has_row_inputs(program: Program) -> bool:
 
 
 def read_saved_plan(path: str, ranks: int) -> SavedPlan | PlanFile:
-    """Reads the plan file of a run of ``ranks``: of a program, or of a described model, which is bound to a program
-    later.
+    """Reads the plan file for a run of ``ranks`` ranks.
+
+    Returns:
+      a SavedPlan if the file has the plan of a program; the PlanFile itself if it is of a described model, which is
+        matched with a program later.
 
     Raises:
       PlanError: the file cannot be read, is not a plan, or is for another number of ranks.
@@ -133,18 +145,19 @@ def read_saved_plan(path: str, ranks: int) -> SavedPlan | PlanFile:
 
 
 def warn_of_other_devices(cluster: Cluster | None, gpus: Sequence[OwnGpu | None]) -> None:
-    """Warns if ranks have other GPUs than a plan was made for: its shares would be those of other ranks.
+    """Warns if ranks have other GPUs than the plan was made for, so that its shares of the batch would go to the wrong
+    ranks.
 
     Args:
-      cluster: of the plan, whose devices are the ranks' in order.
-      gpus: of the ranks; those that the catalogue does not know are not compared.
+      cluster: that the plan was made for; its devices are those of the ranks in order. None: nothing is compared.
+      gpus: each rank's GPU; GPUs that the device catalogue does not know are not compared.
     """
     pools = () if cluster is None else Machines(cluster).pools
     planned = [pool.entry.device.name for pool in pools for _ in range(pool.devices)]
     found = [None if gpu is None else _find_catalogued(gpu.name) for gpu in gpus]
     pairs = enumerate(zip(planned, found))
     other = [
-        f"rank {rank} has {has}, planned was {wanted}" for rank, (wanted, has) in pairs if has not in (None, wanted)
+        f"rank {rank} has {has}, the plan has {wanted}" for rank, (wanted, has) in pairs if has not in (None, wanted)
     ]
     if not other:
         return

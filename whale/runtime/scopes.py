@@ -1,7 +1,8 @@
-"""Enters scopes: nodes and variables created inside carry the scope's path.
+"""Enters scopes (``wh.replica``, ``wh.split``, ``wh.stage``, ``wh.pipeline``): nodes and variables created inside carry
+the scope's path, such as ``stage_0/split_1(dim=-1)``.
 
-Scripts of the first Whale give numbers, of the devices of a replica and of micro-batches, where a run has ranks and a
-configuration: these are translated, or refused where they differ.
+Scripts for the first Whale give numbers of devices and of micro-batches, where a run now has ranks and a configuration.
+These numbers are translated, or refused where they differ from the run's.
 """
 
 from __future__ import annotations
@@ -37,7 +38,16 @@ def enter_scope(
     axis: tuple[str, ...] | None = None,
     context: int | None = None,
 ) -> Iterator[None]:
-    """Enters a new scope of ``kind``, for nodes built inside; its settings and ranks become part of its name.
+    """Enters a new replica or split, for nodes built inside; its settings and ranks become part of its path.
+
+    Args:
+      kind: "replica" or "split".
+      devices: ranks, as numbers or TensorFlow device names; None: all ranks.
+      dim: of a split, the dimension of weights to shard; None: chosen by what is communicated.
+      sequence: sequence parallelism: shards what lies between matrix products along this dimension of activations, 0 or
+        1; None: it is whole on every rank.
+      axis: mesh axes to split over; None: the axis "tensor", or "context" if ``context`` is given.
+      context: context parallelism: shards this dimension of activations, 0 or 1, on every layer; None: it does not.
 
     Raises:
       ClusterError: ``wh.init`` was not called.
@@ -50,7 +60,9 @@ def enter_scope(
 
 
 def _format_settings(scope: NamedScope, context: Context) -> str:
-    """Formats the settings of a replica or a split, which follow its number in a path."""
+    """Returns the settings of a replica or split as part of its path, such as ``(axis=tensor,dim=-1,ranks=0+1)``; "" if
+    there are none.
+    """
     size, devices = context.planned_size, _check_devices(scope.kind, scope.devices, context)
     axis = (CONTEXT,) if scope.axis is None and scope.context is not None else scope.axis
     settings = [f"axis={'+'.join(_check_axes(axis))}"] if axis is not None else []
@@ -80,7 +92,7 @@ def _format_settings(scope: NamedScope, context: Context) -> str:
 
 
 def _check_axes(axes: tuple[str, ...]) -> tuple[str, ...]:
-    """Returns ``axes``; raises PlanError for invalid names."""
+    """Returns ``axes`` unchanged; raises PlanError if one is not a valid name of a mesh axis."""
     for axis in axes:
         if not isinstance(axis, str) or not axis.isidentifier() or axis == "stage":
             raise PlanError(
@@ -94,7 +106,13 @@ def _check_axes(axes: tuple[str, ...]) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class NamedScope:
-    """A scope: kind (replica, split or stage) and arguments; ``number`` is that of a stage of ``wh.annotate``."""
+    """Represents a scope with its arguments, before it has a path.
+
+    Attributes:
+      kind: "replica", "split" or "stage".
+      number: of a stage in ``wh.annotate``; None: numbered by its annotation.
+      devices, dim, sequence, axis, context: as in ``enter_scope``.
+    """
 
     kind: str
     devices: tuple[int | str, ...] | None = None
@@ -106,13 +124,13 @@ class NamedScope:
 
 
 def format_scope_part(scope: NamedScope, number: int, context: Context) -> str:
-    """Returns the part of a path for a scope of ``wh.annotate``.
+    """Returns the part of a path for a scope of ``wh.annotate``, such as ``split_3(dim=-1)``.
 
     Args:
-      number: of the annotation; a numbered stage uses its own number.
+      number: of the annotation; a numbered stage uses its own number instead.
 
     Raises:
-      PlanError: devices that are not ranks of the run; an invalid ``sequence``.
+      PlanError: devices that are not ranks of the run; an invalid ``sequence``, ``context`` or ``axis``.
     """
     if scope.kind != "stage":
         return f"{scope.kind}_{number}{_format_settings(scope, context)}"
@@ -125,6 +143,9 @@ def format_scope_part(scope: NamedScope, number: int, context: Context) -> str:
 def enter_stage(devices: tuple[int | str, ...] | None) -> Iterator[None]:
     """Enters a new stage of a pipeline, for nodes built inside.
 
+    Args:
+      devices: ranks of the stage, as numbers or TensorFlow device names; None: chosen by the plan.
+
     Raises:
       ClusterError: ``wh.init`` was not called.
       PlanError: a stage inside a stage, or devices that are not ranks of the run.
@@ -133,9 +154,9 @@ def enter_stage(devices: tuple[int | str, ...] | None) -> Iterator[None]:
     ranks = _check_devices("stage", devices, context)
     if stage_of("/".join(context.scoping.scopes[-1:])):
         raise PlanError(
-            "a stage inside a stage",
-            given=context.scoping.scopes[-1],
-            expected="stages beside each other",
+            "wh.stage is entered inside another wh.stage",
+            given=f"the entered scopes {context.scoping.scopes[-1]}",
+            expected="stages one after the other",
             action="leave the inner wh.stage out",
         )
     with _enter_path(context, "stage", "" if ranks is None else f"({_format_ranks(ranks)})"):
@@ -143,7 +164,7 @@ def enter_stage(devices: tuple[int | str, ...] | None) -> Iterator[None]:
 
 
 def refuse_number(number: int) -> None:
-    """Raises PlanError for a stage that is entered by its number."""
+    """Raises PlanError for ``with wh.stage(1):``; numbers of stages are for ``wh.annotate`` only."""
     raise PlanError(
         "a numbered stage can only be used in wh.annotate",
         given=f"with wh.stage({number})",
@@ -157,9 +178,11 @@ def _format_ranks(devices: Iterable[int]) -> str:
 
 
 def _check_devices(kind: str, devices: tuple[int | str, ...] | None, context: Context) -> tuple[int, ...] | None:
-    """Returns the ranks of ``devices``; raises PlanError if some are not ranks of the run.
+    """Returns ``devices`` as rank numbers; None for None, or after a loss of ranks, when the remaining ranks are
+    assigned anew.
 
-    None: after a loss of ranks, the remaining ones are chosen again.
+    Raises:
+      PlanError: some are not ranks of the run, one is given twice, or the list is empty.
     """
     if devices is None or context.lost_count:
         return None
@@ -167,7 +190,7 @@ def _check_devices(kind: str, devices: tuple[int | str, ...] | None, context: Co
     ranks = _number_devices(kind, devices, context)
     if not ranks or not set(ranks) <= set(range(size)) or len(set(ranks)) < len(ranks):
         raise PlanError(
-            f"wh.{kind} is on ranks that do not exist, on one twice, or on none",
+            f"wh.{kind} names ranks that do not exist, a rank twice, or no rank",
             given=f"devices={list(devices)}, {size} ranks",
             expected=f"different ranks below {size}",
             action="correct devices, or leave them out",
@@ -176,7 +199,14 @@ def _check_devices(kind: str, devices: tuple[int | str, ...] | None, context: Co
 
 
 def _number_devices(kind: str, devices: tuple[int | str, ...], context: Context) -> tuple[int, ...]:
-    """Returns the ranks for rank numbers or TensorFlow device names: a task has as many ranks as this host, or one."""
+    """Returns the rank for each rank number or TensorFlow device name.
+
+    On several hosts ``task`` counts hosts with as many ranks as this one; on one host each task, or each device, is a
+    rank.
+
+    Raises:
+      PlanError: a name is not of a known form, or tasks and devices are mixed on one host.
+    """
     named = [d for d in devices if isinstance(d, str)]
     found = [_DEVICE.fullmatch(name) for name in named]
     places = [(int(m["task"] or 0), int(m["device"] or 0)) for m in found if m is not None]
@@ -197,11 +227,15 @@ def _number_devices(kind: str, devices: tuple[int | str, ...], context: Context)
 
 @contextmanager
 def enter_pipeline(num_micro_batch: int) -> Iterator[None]:
-    """Enters a new pipeline, for nodes built inside.
+    """Enters a new pipeline, which cuts the batch into micro-batches, for nodes built inside.
+
+    Args:
+      num_micro_batch: number of micro-batches, at least 1.
 
     Raises:
       ClusterError: ``wh.init`` was not called.
-      PlanError: not a positive integer; a pipeline inside a stage or split, or with another number than the run's.
+      PlanError: ``num_micro_batch`` is not a positive integer or differs from the run's; or the pipeline is inside a
+        stage or split.
     """
     context = require_current("the scope wh.pipeline")
     if not isinstance(num_micro_batch, int) or isinstance(num_micro_batch, bool) or num_micro_batch < 1:
@@ -214,8 +248,8 @@ def enter_pipeline(num_micro_batch: int) -> Iterator[None]:
     path = "".join(context.scoping.scopes[-1:])
     if stage_of(path) or any(map(split_scope, path.split("/"))):
         raise PlanError(
-            "a pipeline inside a stage or a split",
-            given=path,
+            "wh.pipeline is entered inside a stage or a split",
+            given=f"the entered scopes {path}",
             expected="replica, pipeline, stage and split inside each other in this order",
             action="enter wh.pipeline around them",
         )
@@ -226,10 +260,10 @@ def enter_pipeline(num_micro_batch: int) -> Iterator[None]:
 
 
 def find_micro_batches(context: Context, paths: Iterable[str]) -> int:
-    """Returns the number of micro-batches for a program with scopes of these ``paths``.
+    """Returns the number of micro-batches for a program whose scopes have these ``paths``.
 
     Raises:
-      PlanError: scopes ask for different numbers, or for another one than the configuration sets.
+      PlanError: the scopes ask for different numbers, or for another one than the configuration sets.
     """
     key = "pipeline.micro_batches"
     asked = {n: f"wh.pipeline(num_micro_batch={n})" for n in micro_batches_in(paths)}
@@ -249,7 +283,8 @@ def find_micro_batches(context: Context, paths: Iterable[str]) -> int:
 @contextmanager
 def _enter_path(context: Context, kind: str, settings: str) -> Iterator[None]:
     graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
-    # Numbered within a graph, so that tracing it again gives the same names; behind those that layers were created in.
+    # Numbered within a graph, so that tracing it again gives the same names, and after the scopes in which layers were
+    # created.
     number = (
         getattr(graph, "_whale_scopes", context.scoping.scope_count)
         if graph is not None
@@ -279,7 +314,9 @@ def _enter_path(context: Context, kind: str, settings: str) -> Iterator[None]:
 
 
 def mark_held(tensor: Any) -> Any:
-    """Marks ``tensor`` to be kept until the backward pass; does nothing outside of a graph."""
+    """Returns ``tensor``, marked in a graph to be kept until the backward pass instead of recomputed; unchanged outside
+    of a graph.
+    """
     if tf.executing_eagerly():
         return tensor
     with tf.compat.v1.get_default_graph()._attr_scope(mark_attributes(CHECKPOINT)):
@@ -288,7 +325,9 @@ def mark_held(tensor: Any) -> Any:
 
 @contextmanager
 def enter_mark(mark: str) -> Iterator[None]:
-    """Marks operations built inside with ``mark`` of ``whale.capture.attrs``; outside of a graph it does nothing."""
+    """Marks operations built inside with ``mark``, a name of ``whale.capture.attrs``; does nothing outside of
+    a graph.
+    """
     with ExitStack() as stack:
         if not tf.executing_eagerly():
             stack.enter_context(tf.compat.v1.get_default_graph()._attr_scope(mark_attributes(mark)))
@@ -301,7 +340,10 @@ def mark_recomputed() -> AbstractContextManager[None]:
 
 
 def join_path(context: Context, path: str) -> str:
-    """Appends the path of an earlier scope to the scopes that are entered now."""
+    """Returns the path of an earlier scope inside of the scopes that are entered now.
+
+    The result is ``path`` itself if it already begins with the present path, and the present path if both are stages.
+    """
     outer = "".join(context.scoping.scopes[-1:])
     if not outer or outer == path or path.startswith(f"{outer}/"):
         return path
@@ -310,13 +352,15 @@ def join_path(context: Context, path: str) -> str:
 
 @contextmanager
 def enter_path(path: str) -> Iterator[None]:
-    """Puts operations built inside into the scope of this path, in the current graph; it needs no run."""
+    """Puts operations built inside into the scope ``path`` in the current graph; works without ``wh.init``."""
     with tf.compat.v1.get_default_graph()._attr_scope({SCOPE_ATTR: attr_value_pb2.AttrValue(s=path.encode())}):
         yield
 
 
 def check_count(kind: str, count: int | None) -> None:
-    """Raises PlanError if the number of devices of a replica does not divide the number of ranks."""
+    """Raises PlanError if ``count``, the number of devices of a replica or split, does not divide the number of ranks;
+    None is allowed.
+    """
     size = require_current(f"the scope wh.{kind}").planned_size
     if count is not None and (count < 1 or (size > 1 and size % count)):
         raise PlanError(
@@ -328,10 +372,11 @@ def check_count(kind: str, count: int | None) -> None:
 
 
 def set_split_ranks(count: int | None) -> None:
-    """Makes ``count`` consecutive ranks divide tensors together, in all of the run.
+    """Makes each group of ``count`` consecutive ranks shard tensors together, for all splits of the run; None changes
+    nothing.
 
     Raises:
-      PlanError: it does not divide the ranks, or the run has another number.
+      PlanError: ``count`` does not divide the ranks, or the run already has another number.
     """
     context = require_current("the scope wh.split")
     if count is None or context.planned_size == 1:
@@ -350,7 +395,7 @@ def set_split_ranks(count: int | None) -> None:
 
 
 def refuse_unnamed_stage(count: int | None) -> None:
-    """Raises PlanError for a stage with a number of ranks instead of their names."""
+    """Raises PlanError for a stage that gives a number of ranks above 1 instead of naming them."""
     if count not in (None, 1):
         raise PlanError(
             "a stage with several ranks has to name them",
@@ -361,18 +406,22 @@ def refuse_unnamed_stage(count: int | None) -> None:
 
 
 def read_micro_batches() -> int:
-    """Returns the configured number of micro-batches."""
+    """Returns the configured number of micro-batches (``pipeline.micro_batches``)."""
     return int(require_current("the scope wh.pipeline").config["pipeline.micro_batches"])
 
 
 def check_schedule(strategy: str | None) -> None:
-    """Raises PlanError if a pipeline asks for another schedule than the run has."""
+    """Raises PlanError if a pipeline asks for another schedule than the run has; None asks for none.
+
+    Args:
+      strategy: a schedule, or its name in the first Whale: PreferBackward for "1f1b", PreferForward for "gpipe".
+    """
     config = require_current("the scope wh.pipeline").config
     if strategy is None or _SCHEDULES.get(strategy.lower(), strategy) == config["pipeline.schedule"]:
         return
     raise PlanError(
         "a pipeline cannot have another schedule than the run",
         given=f"strategy={strategy!r}, pipeline.schedule={config['pipeline.schedule']!r}",
-        expected="the same",
-        action="set the key pipeline.schedule",
+        expected="the run's schedule",
+        action="leave strategy out, or set the key pipeline.schedule to it",
     )

@@ -1,5 +1,5 @@
-"""``wh.init`` and ``wh.shutdown``: connect the ranks and synchronise their state, and end the run in order or with a
-reason.
+"""Implements ``wh.init`` and ``wh.shutdown``: connects the ranks, makes their random states equal, and ends the run in
+order or with a reason.
 
 Scripts of a library that allows a second ``init`` begin the run anew with another configuration (``begin_again``).
 """
@@ -62,16 +62,18 @@ from whale.runtime.variables.external_updates import ExternalUpdates
 from whale.started import CONTROL_VARIABLE, FILES_VARIABLE, ProcessPlace, joins, own_descriptor, process_place
 
 _FOLDER = "python"
-_FREE_BYTES = 1 << 24  # a folder in memory that is all but full stays as it is
-_ANY_TEXT = "whale"  # of which each rank says its hash
+_FREE_BYTES = 1 << 24  # with less room, nothing is written to the folder of `whale run`, which is in memory
+_ANY_TEXT = "whale"  # each rank sends Python's hash of this text, to find ranks whose hashes differ
 
-# Keys of settings that the ranks were connected with; these stay as they are until ranks are connected again.
+# Prefixes of keys that decide how ranks are connected; a second `wh.init` cannot change them.
 _CONNECTED = ("communication.", "fault.", "debug.trace", "debug.emulate")
 
 
 @contextmanager
 def plan_only(dry: DryRun) -> Iterator[None]:
-    """Makes ``wh.init`` start a dry run, which plans and does not train; it ends with this context."""
+    """Makes a ``wh.init`` inside this context start a dry run, which plans and does not train; the run ends with the
+    context.
+    """
     process.dry = dry
     try:
         yield
@@ -91,29 +93,29 @@ def init(
     """Starts Whale in this process; every rank calls it before scopes and steps.
 
     Connects the ranks that a launcher started (`whale run`, mpirun, srun), or makes ``ranks`` of them inside this
-    process, as a notebook wants them. Rank 0's random states of Python, NumPy, TensorFlow and Keras become those of all
-    ranks, so that seeds which a program draws are equal. What is made from now on without a seed gets equal ones:
-    shuffles of tf.data, and unless each rank brings batches of its own, operations that run eagerly, and generators of
-    NumPy and TensorFlow.
+    process, for a notebook. Rank 0's random states of Python, NumPy, TensorFlow and Keras become those of all ranks, so
+    that seeds which a program draws are equal. From now on, what is created without a seed gets equal seeds on all
+    ranks: shuffles of tf.data and, unless each rank brings batches of its own, operations that run eagerly and
+    generators of NumPy and TensorFlow.
 
-    A second call, on every rank, gives the run that goes on another configuration, without scopes and annotations of
-    before; the ranks stay connected.
+    A second call, on every rank, gives the present run another configuration, and drops earlier scopes and annotations;
+    the ranks stay connected.
 
     Args:
-      config: a ``wh.Config`` or a mapping of dotted keys.
+      config: a ``wh.Config`` or a mapping of dotted keys; None: no keys are set by this call.
       plan: file of the plan that the script's step runs under, as the key ``mesh.plan``.
       solo: whether each rank may train by itself. Otherwise a run of several processes that trains, and of which Whale
         distributes nothing, ends with exit code 2.
-      elastic: whether the ranks go on in their processes when others are killed, frozen or lost; "memory" for the key
-        ``fault.elastic`` that says nothing.
-      ranks: so many ranks as threads of this process; the key ``communication.in_process_ranks``.
+      elastic: whether the ranks continue in their processes when others are killed, frozen or lost; sets the key
+        ``fault.elastic`` to "memory" if it is not set.
+      ranks: number of ranks to run as threads of this process; the key ``communication.in_process_ranks``.
 
     Raises:
       ConfigError: an unknown key or a wrong value; ``TF_CONFIG`` names tasks that are no workers.
       PlanError: the saved plan cannot be read, or is for another number of ranks.
       ClusterError: the ranks cannot be connected; or ``TF_CONFIG`` names several workers, and nothing has started ranks
-        for them; or a second call has a ``plan`` or ``solo``, or other keys that say
-        how ranks are connected, or the ranks run programs of their own.
+        for them; or a second call has a ``plan`` or ``solo``, or changes keys that say how ranks are connected, or the
+        ranks run programs of their own.
     """
     if ranks is not None:
         config = config if isinstance(config, Config) else Config(config or {})
@@ -129,9 +131,11 @@ def init(
 
 
 def init_own_programs(config: Config | Mapping[str, Any] | None = None) -> None:
-    """Starts Whale where each rank runs a program of its own with explicit exchanges; collective.
+    """Starts Whale where each rank runs a program of its own with explicit exchanges, as scripts for Horovod do;
+    collective.
 
-    As ``init``, but programs are not divided, and Python's, NumPy's and TensorFlow's random states stay a rank's own.
+    As ``init``, but programs are not divided, and each rank keeps its own random states of Python, NumPy and
+    TensorFlow.
 
     Raises:
       ConfigError: as ``init``, and with several ranks in one process.
@@ -167,7 +171,7 @@ def _begin(
         check_alone()
     if not joins():
         check_mesh(config, _find_planned_size(config, place))
-    # What a file says is known before the ranks are connected: one that cannot be read is nothing to undo.
+    # Files are read before the ranks are connected, so that an unreadable file leaves nothing to undo.
     path = (process.dry.saved if process.dry is not None else "") or os.fspath(plan) or config["mesh.plan"]
     saved = read_saved_plan(path, _find_planned_size(config, place)) if path else None
     annotations = read_annotations(config["mesh.annotations"]) if config["mesh.annotations"] else {}
@@ -210,7 +214,9 @@ def _begin(
 
 
 def _undo() -> None:
-    """Reverts an ``init`` that failed; notifies ranks on which it succeeded that this one has left."""
+    """Reverts an ``init`` that failed on this rank, and notifies the ranks on which it succeeded that this one has
+    left.
+    """
     context, process.context = process.context, None
     if context is None:
         return
@@ -227,7 +233,8 @@ def _undo() -> None:
 
 
 def check_mesh(config: Config, size: int) -> None:
-    """Refuses a mesh that ``size`` ranks do not fill, on the rank that asks for it and before it meets the others.
+    """Raises an error if ``size`` ranks are not a multiple of the configured mesh; done on each rank before it connects
+    to the others.
 
     Raises:
       PlanError: says where the mesh was set.
@@ -258,7 +265,7 @@ def _check_in_process(config: Config, place: ProcessPlace) -> None:
         return
     if place.size > 1:
         raise ConfigError(
-            "all ranks are asked for in one process, but a launcher started several",
+            "all ranks are asked for in one process, but a launcher started several processes",
             given=f"{place.size} processes ({place.launcher})",
             expected="one process",
             action="start the script alone, or leave communication.in_process_ranks out",
@@ -273,7 +280,9 @@ def _check_in_process(config: Config, place: ProcessPlace) -> None:
 
 
 def _start(config: Config, place: ProcessPlace, name: str, trace: Trace | None) -> Context:
-    """Connects the ranks; sets the process's context as soon as there is state that a failure has to revert."""
+    """Connects the ranks and returns the run's context, which is set in ``process`` as soon as a failure would have
+    something to revert.
+    """
     after_horovod = horovod.is_running()
     ranks: tuple[int, ...]
     comms: Sequence[whale_ops.Communicator]
@@ -339,10 +348,11 @@ def _start(config: Config, place: ProcessPlace, name: str, trace: Trace | None) 
 
 
 def _find_topology(context: Context) -> None:
-    """Finds the hosts of the ranks, and measures the links between three or more hosts if a mesh is laid along them.
+    """Finds the hosts of the ranks, and measures the links between three or more hosts if mesh axes are assigned by
+    them. Collective.
 
-    Collective. Nothing is measured between two hosts, whose only link leaves no choice: the search of ``auto_parallel``
-    measures it where it matters; nor where ``mesh.profile`` names a file of ``whale profile --hosts`` with these links.
+    Nothing is measured between two hosts, whose only link leaves no choice (the search of ``auto_parallel`` measures it
+    where it matters), nor where ``mesh.profile`` names a file of ``whale profile --hosts`` that has these links.
 
     Raises:
       ClusterError: the file that ``mesh.profile`` names cannot be read.
@@ -370,10 +380,11 @@ def _find_topology(context: Context) -> None:
 
 
 def shutdown() -> None:
-    """Ends Whale in this process: notifies the others that this rank leaves, and frees communicators. Safe to repeat.
+    """Ends Whale in this process: notifies the other ranks that this one leaves, and frees communicators. A second call
+    does nothing.
 
-    Horovod, if it was started after Whale, is ended too, because MPI ends with Whale's last communicator. If Horovod
-    was started first, it has to end MPI, and both continue.
+    If Horovod was started after Whale, it is ended too, because MPI ends with Whale's last communicator. If Horovod was
+    started first, it goes on, and ends MPI itself.
     """
     try:
         while process.context is not None and process.context.hooks.before_shutdown:
@@ -401,7 +412,10 @@ def _end() -> None:
         and context.planning.dry is None
         and context.rank == 0
     ):
-        log.warning(f"no step of this run was the one of the saved plan {context.planning.saved.path}")
+        log.warning(
+            f"the saved plan {context.planning.saved.path} was not used: no step of this run is the one that it "
+            "was made for; make the plan again with `whale plan`"
+        )
     if context.planning.dry is None and context.rank == 0 and (missing := describe_unmatched(context)):
         log.warning(missing)
     if not context.after_horovod:
@@ -418,7 +432,9 @@ def _end() -> None:
 
 
 def _conclude(context: Context) -> None:
-    """Makes the final checks of a run: whether this rank trained alone, and whether trainable variables are equal."""
+    """Makes the final checks of a run: whether this rank trained without the others, and whether trainable variables
+    are equal on all ranks.
+    """
     if (error := find_unsynchronized_training(context)) is not None:
         process.alone = str(error)
     if context.watch is None or context.outside is None or context.solo:
@@ -432,16 +448,17 @@ def _conclude(context: Context) -> None:
 
 
 def check_replicas() -> int:
-    """Compares the copies of variables that the run's programs use, and of others that were trained; collective.
+    """Compares the copies of variables between ranks: those that the run's programs use, and others that were trained;
+    collective.
 
     The others are trainable, of floating point, and were trained after ``wh.init``. Variables that no program uses and
-    that were not trained are not compared: the first step that uses one gets the first rank's value.
+    that were not trained are not compared: the first step that uses one sends rank 0's value to all.
 
     Returns:
-      how many variables were compared, which the first rank prints as well.
+      how many variables were compared; the first rank logs it too.
 
     Raises:
-      CommError: copies differ from the first rank's, with the variables and ranks.
+      CommError: copies differ from the first rank's; names the variables and ranks.
     """
     context = require_current("wh.check_replicas()")
     compared = context.variables.check(context, context.outside)
@@ -451,7 +468,9 @@ def check_replicas() -> int:
 
 
 def _end_at_exit() -> None:
-    """Ends Whale at the exit of the process; after an exception, the other ranks are notified of it instead."""
+    """Ends Whale when the process exits; after an uncaught exception or a failed step, notifies the other ranks of the
+    failure instead.
+    """
     context = process.context
     error = getattr(sys, "last_value", None)
     if context is None:
@@ -475,7 +494,7 @@ def _end_at_exit() -> None:
 
 
 def _end_alone() -> None:
-    """Ends a process with exit code 2 if its run trained but Whale distributed nothing."""
+    """Ends the process with exit code 2 if the run trained but Whale distributed nothing; otherwise returns."""
     if process.alone:
         whale_ops.finish()
         sys.stdout.flush()
@@ -491,12 +510,13 @@ def _end_trace(context: Context, reason: str) -> None:
 
 
 def _share_random_state(context: Context, solo: bool) -> None:
-    """Gives every rank the random states of rank 0, and one number from which seeds follow that nobody gave.
+    """Gives every rank the random states of rank 0, and one number from which all seeds follow that the script does not
+    give.
 
-    Python's string hashes cannot be changed any more; it is said where they differ.
+    Python's string hashes cannot be changed in a running process; rank 0 warns where they differ.
 
     Raises:
-      ClusterError: ranks run Whale, TensorFlow or Python in other versions.
+      ClusterError: ranks run other versions of Whale, TensorFlow or Python.
     """
     first = context.rank == 0 and not joins()
     state = read_random_state() if first else b""
@@ -511,7 +531,7 @@ def _share_random_state(context: Context, solo: bool) -> None:
     refuse_other_versions([RankVersions(host, versions) for host, versions, *_ in everyone])
     said = everyone[0][3]
     roundings = {one[4] for one in everyone}
-    # Who joins later may have another processor than those that are there.
+    # A process that joins later may have another processor than the present ranks.
     context.rounds_otherwise = len(roundings) > 1 or "" in roundings or context.elastic is not None
     if not joins():
         context.other_hashes = tuple(r for r, one in enumerate(everyone) if one[2] != everyone[0][2])
@@ -527,11 +547,16 @@ def _share_random_state(context: Context, solo: bool) -> None:
     context.outside = ExternalUpdates()
 
 
-# Keeps the Python that AutoGraph writes in the run's own folder: TensorFlow removes it at the end of a process only.
+# TensorFlow removes the Python files that AutoGraph writes only when a process ends in order.
 def keep_sources_with_run(environment: Mapping[str, str] | None = None) -> None:
-    """Makes AutoGraph write into the temporary folder of `whale run`, if this process was started by it.
+    """Makes AutoGraph write its generated Python into the temporary folder of `whale run`, if that started this
+    process.
 
-    A rank that is killed, as the others are after a fault, would otherwise leave its files in the temporary folder.
+    A rank that is killed, as the others are after a fault, would otherwise leave these files in the system's temporary
+    folder.
+
+    Args:
+      environment: environment variables; None: this process's.
     """
     folder = (os.environ if environment is None else environment).get(FILES_VARIABLE)
     if folder:
@@ -539,7 +564,7 @@ def keep_sources_with_run(environment: Mapping[str, str] | None = None) -> None:
 
 
 class _Files:
-    """Replaces the module ``tempfile`` in AutoGraph, with files in a given folder."""
+    """Replaces the module ``tempfile`` inside AutoGraph, and creates files in a given folder while that has room."""
 
     def __init__(self, folder: str) -> None:
         self._folder = folder
@@ -558,13 +583,14 @@ class _Files:
 
 
 def begin_again(config: Config | Mapping[str, Any] | None) -> bool:
-    """Restarts the present run with another configuration; returns False if there is no run.
+    """Gives the present run another configuration; returns False if there is no run.
 
-    Variables, the ranks' connections and their random states stay.
+    Variables, the ranks' connections and their random states stay; scopes, annotations, loss scales and the chosen
+    strategy are forgotten.
 
     Raises:
       ConfigError: an unknown key or a wrong value.
-      ClusterError: the ranks would have to be connected in another way.
+      ClusterError: a key would change how the ranks are connected.
     """
     context = find_running()
     if context is None:
@@ -573,7 +599,7 @@ def begin_again(config: Config | Mapping[str, Any] | None) -> bool:
     for key in config:
         if key.startswith(_CONNECTED) and config[key] != context.config[key] and key != "communication.wire_dtype":
             raise ClusterError(
-                "the ranks of a run that goes on are connected",
+                "a second wh.init cannot change how the ranks are connected",
                 given=f"{key}={config[key]!r} in a second init; the first had {context.config[key]!r}",
                 expected="the same value",
                 action="set it in the first init, or call wh.shutdown() in between",

@@ -1,9 +1,9 @@
-"""Gradients through the call of a step, of a gradient tape around it.
+"""Computes gradients for a tf.GradientTape that is outside of a step of ``wh.function``.
 
-The tape cannot see into a step, whose operations run on all ranks. Where it asks for gradients, a second step computes
-the first one's results again, in the manner of recomputation, and goes back through them: ``tape.gradient`` inside of a
-step, multiplied by the gradients of what was computed behind the call. A step that draws random numbers or changes
-variables would not compute the same again: its gradients are refused.
+The tape cannot see into a step, whose operations run on all ranks. When it asks for gradients, a second step computes
+the first one's results again, as recomputation does, and differentiates them: ``tape.gradient`` inside of a step,
+multiplied by the upstream gradients. A step that draws random numbers or changes variables would not compute the same
+results again, so its gradients are refused.
 
 Decision: 0182.
 """
@@ -26,7 +26,7 @@ from whale.capture.captured import Traced
 from whale.errors import ProgramError
 from whale.ir.ops import CALLS, HAS_BODIES, READS
 
-# Stateful to TensorFlow, though they give the same again.
+# Ops that TensorFlow declares stateful, but that compute the same results when they run again.
 _GIVE_THE_SAME = (
     HAS_BODIES
     | CALLS
@@ -38,7 +38,8 @@ _GIVE_THE_SAME = (
 
 
 def may_be_recorded() -> bool:
-    """Tells whether a tape around a call may record it, or whether one that is stopped asks what variables are used.
+    """Returns True if a gradient tape around a call may record it, or a stopped tape asks which variables the call
+    uses.
 
     ``tf.recompute_grad`` stops the tapes, and goes back through a second call to the variables that the first one used.
     """
@@ -46,12 +47,12 @@ def may_be_recorded() -> bool:
 
 
 class TapedCalls:
-    """The gradients of one step, each compiled once.
+    """Records calls of one step on gradient tapes, and holds the compiled gradient steps.
 
     Args:
       name: of the step.
-      called: what computes its results while another step is traced.
-      make_step: makes a step of a Python function.
+      called: computes the step's results while another step is traced.
+      make_step: makes a step (``wh.function``) of a Python function.
     """
 
     def __init__(
@@ -62,12 +63,18 @@ class TapedCalls:
         self._states: dict[int, str] = {}  # by the number of the trace
 
     def record_call(self, traced: Traced, args: Any, kwargs: Any, result: Any, why: str = "") -> None:
-        """Records a call on the tapes around it.
+        """Records a call of the step on the gradient tapes around it; does nothing if no tape watches an argument or
+        variable.
 
         Args:
-          traced: the step that was called.
-          result: what it returned.
-          why: the call cannot be made again, in words; "": as far as the caller knows it can.
+          traced: the trace of the step that was called.
+          args: positional arguments of the call.
+          kwargs: keyword arguments of the call.
+          result: what the call returned.
+          why: the reason why the call cannot be repeated, in words; "": the caller knows of none.
+
+        Raises:
+          ProgramError: a ForwardAccumulator is around the call.
         """
         variables = [one.variable for one in traced.variables if _is_differentiable(one.variable)]
         for variable in variables:
@@ -81,18 +88,18 @@ class TapedCalls:
         given = [leaves[i] for i in places]
         inputs = [*(variable.handle for variable in variables), *given]
         if forwardprop_util.pack_tangents(inputs).tangents:
-            raise self._make_error("a ForwardAccumulator around it, which would see no tangents")
+            raise self._make_error("a ForwardAccumulator around the call, which would get no tangents")
         why = why or self._describe_state(traced.function)
         held = [] if why else [_read_own(variable) for variable in variables]
 
         def go_back(*upstream: Any) -> Any:
             reason = why
             if not reason and not tf.executing_eagerly():
-                reason = "TensorFlow asks for them in a graph"
+                reason = "the gradients are asked for while a graph is built"
             if not reason and not all(map(_is_unchanged, held, map(_read_own, variables))):
-                reason = "variables that it reads have changed since it was called"
+                reason = "variables that the step reads have changed since the call"
             if reason:
-                raise self._make_error(f"gradients of its results, of a GradientTape around it; {reason}")
+                raise self._make_error(f"a GradientTape around the call asks for gradients of its results; {reason}")
             key = (*map(id, variables), None, *places)
             if key not in self._steps:
                 self._steps[key] = self._make_step(_make_gradient(self._called, variables, places))
@@ -110,7 +117,9 @@ class TapedCalls:
         )
 
     def _describe_state(self, function: Any) -> str:
-        """Describes why a traced function would not compute the same again; "" where it would."""
+        """Returns the reason why the traced function would not compute the same again; "" if it would. Cached for each
+        trace.
+        """
         if id(function) not in self._states:
             self._states[id(function)] = _describe_state(function)
         return self._states[id(function)]
@@ -151,12 +160,12 @@ def _describe_state(function: Any) -> str:
     for node in [*graph.node, *(node for one in graph.library.function for node in one.node_def)]:
         definition = op_def_registry.get(node.op)
         if definition is not None and definition.is_stateful and node.op not in _GIVE_THE_SAME:
-            return f"it draws numbers, changes variables or has other effects ({node.op})"
+            return f"the step draws random numbers, changes variables or has other effects ({node.op})"
     return ""
 
 
 def _read_own(variable: Any) -> list[tf.Tensor]:
-    """Returns what this process holds of a variable's value, which is not copied."""
+    """Returns the tensors of a variable's value that this process holds, without a copy: its parts if it is sharded."""
     parts = getattr(variable, "_whale_parts", None)
     if parts is not None:
         return list(parts.read_own())
@@ -164,8 +173,8 @@ def _read_own(variable: Any) -> list[tf.Tensor]:
 
 
 def _is_unchanged(held: Sequence[tf.Tensor], now: Sequence[tf.Tensor]) -> bool:
-    """Tells whether values are the same, bit for bit; those that lie where they lay are, as nobody writes to what is
-    held.
+    """Returns True if two lists of values are equal bit for bit. Values at the same address are equal, because nobody
+    writes to a buffer that is referenced.
     """
     pairs = [tuple(np.asarray(value._numpy()) for value in pair) for pair in zip(held, now, strict=True)]
     return all(

@@ -1,5 +1,5 @@
-"""Compares ``TF_CONFIG``, in which tf.distribute finds its workers, and the SLURM job with the ranks that were
-started.
+"""Compares the workers in ``TF_CONFIG``, which tf.distribute reads, and the tasks of a SLURM job with the ranks that
+were started.
 """
 
 from __future__ import annotations
@@ -17,10 +17,13 @@ _WORKERS = ("chief", "worker")  # in the order of ranks
 
 
 def read_tf_config(environment: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """Reads ``TF_CONFIG``; {} if it is not set.
+    """Returns ``TF_CONFIG`` as ``{"cluster": ..., "task": ...}``; {} if it is not set.
+
+    Args:
+      environment: environment variables; None: this process's.
 
     Raises:
-      ConfigError: it cannot be read, or has tasks that are not workers.
+      ConfigError: it is not such JSON, or has tasks that are not workers.
     """
     text = (os.environ if environment is None else environment).get(VARIABLE, "")
     if not text.strip():
@@ -45,10 +48,14 @@ def read_tf_config(environment: Mapping[str, str] | None = None) -> dict[str, An
 
 
 def check_tf_config(said: Mapping[str, Any], rank: int, size: int, launcher: str) -> None:
-    """Compares ``TF_CONFIG`` with the present ranks.
+    """Raises an error if ``TF_CONFIG`` does not describe the ranks of this run.
+
+    Args:
+      said: as ``read_tf_config`` returns it.
+      launcher: what started the ranks, for messages.
 
     Raises:
-      ClusterError: it names other workers, or another index for this process.
+      ClusterError: the number of workers is not ``size``, or this process's index is not ``rank``.
     """
     addresses = _list_addresses(said)
     if not addresses:
@@ -78,19 +85,22 @@ def check_tf_config(said: Mapping[str, Any], rank: int, size: int, launcher: str
 
 
 def check_alone(environment: Mapping[str, str] | None = None) -> None:
-    """Checks that the environment of a process without launcher names no other workers, without which it would train.
+    """Raises an error if a process that no launcher started finds other workers in ``TF_CONFIG``: it would train
+    without them.
+
+    Warns if SLURM gave the job several tasks.
 
     Raises:
       ClusterError: ``TF_CONFIG`` names several workers.
-      ConfigError: it cannot be read, or has tasks that are not workers.
+      ConfigError: ``TF_CONFIG`` cannot be read, or has tasks that are not workers.
     """
     environment = os.environ if environment is None else environment
     check_tf_config(read_tf_config(environment), 0, 1, "none")
     tasks = environment.get("SLURM_NTASKS", "1")
     if tasks not in ("", "1") and "SLURM_JOB_ID" in environment:
         log.warning(
-            f"SLURM gave this job {tasks} tasks, and the script runs alone: start it with `srun python script.py`, or "
-            "with `whale run`"
+            f"SLURM gave this job {tasks} tasks (SLURM_NTASKS), and the script runs as a single rank: start it with "
+            "`srun python script.py`, or with `whale run`"
         )
 
 

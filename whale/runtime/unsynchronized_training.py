@@ -1,4 +1,6 @@
-"""Reports that a run has trained but that Whale has distributed nothing: at its end, in a notebook after the cell."""
+"""Reports a run that has trained while Whale distributed nothing of it: at its end, and in a notebook after
+the cell.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ _MOST = 5
 
 
 def find_unsynchronized_training(context: Context) -> ProgramError | None:
-    """Returns the error for a run in which every rank has trained alone; None if it has not, or the user allowed it."""
+    """Returns an error if every rank has trained alone; None if Whale has distributed steps, nothing was trained, or
+    ``solo`` allows it.
+    """
     outside = context.outside
     if outside is None or context.solo or context.distributed or not outside.trained:
         return None
@@ -36,10 +40,11 @@ def find_unsynchronized_training(context: Context) -> ProgramError | None:
 
 
 def gives_gradients(traced: Traced) -> bool:
-    """Tells whether a step returns the gradients of most of the variables that it reads: the script applies them.
+    """Returns True if a step returns gradients, which the script then applies: of most of the variables that the step
+    reads.
 
-    Known by their types and shapes, which a loss or predictions have in common with few variables, and as rows of
-    tables.
+    Gradients are recognised by dtypes and shapes, which a loss or predictions share with few variables, and by
+    tf.IndexedSlices.
     """
     outputs = traced.structured_outputs
     if any(isinstance(one, tf.IndexedSlices) for one in tf.nest.flatten(outputs)):
@@ -51,15 +56,15 @@ def gives_gradients(traced: Traced) -> bool:
 
 
 def _count_types(tensors: Iterable[tf.Tensor | tf.Variable]) -> Counter[tuple[tf.DType, tuple[int | None, ...]]]:
-    """Counts the dtypes and shapes of what has gradients, where the rank is known."""
+    """Counts the (dtype, shape) pairs of floating-point tensors of known rank."""
     kinds = ((one.dtype.base_dtype, one.shape) for one in tensors)
     return Counter((dtype, tuple(shape)) for dtype, shape in kinds if dtype.is_floating and shape.rank is not None)
 
 
 def watch_in_process_training(context: Context) -> None:
-    """Has a run whose ranks are all in this process warn once if it trains, and Whale distributes nothing of it.
+    """Makes a run whose ranks are threads of this process warn once if it trains and Whale distributes nothing of it.
 
-    A script hears of it at its end. A notebook has no end that anybody reads: there it is said after the cell.
+    A script gets the warning at its end, a notebook after the cell.
     """
     noted = ExternalUpdates()
     said = False
@@ -87,7 +92,7 @@ def watch_in_process_training(context: Context) -> None:
 
 
 def _list_training(trained: Mapping[str, Collection[str]]) -> str:
-    """Lists what trained, in words, with the names of some variables."""
+    """Returns what has trained, in words, with the names of some of its variables."""
     found = [
         what + (f" ({', '.join(list(names)[:_MOST])}{', ...' * (len(names) > _MOST)})" if names else "")
         for what, names in trained.items()
@@ -96,7 +101,7 @@ def _list_training(trained: Mapping[str, Collection[str]]) -> str:
 
 
 def _describe_other_distribution() -> str:
-    """Describes another distribution library in use in this process, or ""."""
+    """Returns a sentence if Horovod runs in this process with several ranks; "" if not."""
     for name in ("horovod.tensorflow", "horovod.tensorflow.keras", "horovod.keras"):
         found = sys.modules.get(name)
         try:

@@ -62,7 +62,10 @@ def test_a_process_that_nothing_started_does_not_train_without_the_others(capsys
     with pytest.raises(ClusterError, match=r"whale run -np 2 --hosts host1:1,host2:1 script.py"):
         check_alone({"TF_CONFIG": json.dumps({"cluster": TWO, "task": {"type": "worker", "index": 1}})})
     check_alone({"SLURM_JOB_ID": "7", "SLURM_NTASKS": "8"})
-    assert "SLURM gave this job 8 tasks, and the script runs alone: start it with `srun" in capsys.readouterr().err
+    assert (
+        "SLURM gave this job 8 tasks (SLURM_NTASKS), and the script runs as a single rank: start it with `srun"
+        in capsys.readouterr().err
+    )
 
 
 def test_wh_init_looks_at_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -213,7 +213,7 @@ def test_intervals_and_first_values(ranks: Start, tmp_path: Path) -> None:
     assert saved_at == [1, 4, 7] and len(manager.checkpoints) == 3
     assert manager.save(check_interval=False) is not None
     assert manager.save(check_interval=False) is None
-    with pytest.raises(wh.CheckpointError, match=r"no tf.train.Checkpoint(.|\n)*given: dict"):
+    with pytest.raises(wh.CheckpointError, match=r"not a tf.train.Checkpoint(.|\n)*given: an object of type dict"):
         wh.CheckpointManager({"w": tf.Variable(0.0)}, str(tmp_path), max_to_keep=2)
     with pytest.raises(ValueError, match="max_to_keep"):
         wh.CheckpointManager(tf.train.Checkpoint(step=step), tmp_path, 0)

@@ -116,7 +116,7 @@ def test_without_a_state_file_the_newest_complete_one_is_found(
         (tmp_path / "checkpoint").write_bytes(state)
     (tmp_path / "ckpt-9.index").touch()  # of one that was not completed
     manager = wh.CheckpointManager(checkpoint, tmp_path, 3)
-    assert "2 complete checkpoints were found by their files" in capsys.readouterr().err
+    assert "2 complete checkpoints were found by their data files" in capsys.readouterr().err
     assert [os.path.basename(path) for path in manager.checkpoints] == ["ckpt-1", "ckpt-2"]
     assert manager.restore_or_initialize() == str(tmp_path / "ckpt-2")
     assert v.numpy().tolist() == [2.0] * 4 and int(checkpoint.save_counter) == 2
@@ -157,7 +157,7 @@ def test_ranks_with_other_folders_or_numbers_are_told_apart() -> None:
         (saving.RankMessage(place="/a", number=4, digest=b"x"), r"rank 0 saves number 3, rank 1 saves number 4"),
         (
             saving.RankMessage(place="/a", number=3, digest=b"y"),
-            r"rank 0 and rank 1 have checkpoints of other variables",
+            r"rank 0 and rank 1 have checkpoints of different variables",
         ),
     ):
         with pytest.raises(wh.CommError, match=match):
@@ -169,4 +169,7 @@ def test_hosts_that_have_another_folder_are_named() -> None:
     saving.refuse_folders_apart([first, first], "/a")
     with pytest.raises(wh.CheckpointError, match="is not the same folder on h1") as raised:
         saving.refuse_folders_apart([first, other, other], "/a")
-    assert raised.value.facts["ranks"] == "1, 2" and "/a: what rank 0 makes there on h0" in raised.value.facts["given"]
+    assert (
+        raised.value.facts["ranks"] == "1, 2"
+        and "/a: a file that rank 0 has written there on h0" in raised.value.facts["given"]
+    )

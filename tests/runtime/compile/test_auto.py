@@ -146,7 +146,7 @@ def test_activations_are_computed_again_where_memory_binds(
     deep = Deep(wh.function)
     with pytest.raises(PlanError, match="which takes the least") as error:
         deep.step.plan(*deep.batch(0, 512))
-    assert "nothing that was tried makes it fit" in str(error.value)
+    assert "no setting that was tried makes it fit" in str(error.value)
 
 
 def test_what_takes_too_long_by_its_operations_alone_is_not_planned(

@@ -96,7 +96,9 @@ def test_the_run_goes_over_where_that_pays(watched: Watched, capsys: pytest.Capt
     assert watched.take(40, 2.5) == [(FIRST + STEPS, BETTER)]
     assert watched.kept == [BETTER] and len(watched.searched) == 1
     err = capsys.readouterr().err
-    assert "computing takes 1.2 and exchanging 7 times as long as figures say: `every rank alone`" in err
+    assert (
+        "computing takes 1.2 and exchanging 7 times as long as the machine's figures predict: `every rank alone`" in err
+    )
     assert err.count("\n") == 1 and err.rstrip().endswith("and the run goes over to it")
 
 
@@ -109,10 +111,10 @@ def test_it_goes_over_later_where_less_is_saved(watched: Watched, capsys: pytest
 @pytest.mark.parametrize(
     ("found", "why", "kept", "text"),
     [
-        (found_again(0.0), "", found_again(0.0).chosen, "no other way is predicted to be faster"),
+        (found_again(0.0), "", found_again(0.0).chosen, "no other strategy is predicted to be faster"),
         (found_again(8.0), "they do not fit", BETTER, "but they do not fit: the next run takes it"),
         (found_again(8.0, is_whole=False), "they do not fit", None, "but they do not fit"),
-        (None, "", None, "no other way was found (no strategy for the program was found)"),
+        (None, "", None, "no other strategy was found (no strategy for the program was found)"),
     ],
 )
 def test_it_stays_where_it_has_to(

@@ -147,7 +147,7 @@ def test_what_was_chosen_for_other_hosts_or_another_link_is_looked_for_anew(
     capsys.readouterr()
     assert searches(0.2, "a h0", "a h1")
     said = capsys.readouterr().err
-    assert said.count("hosts exchange 256 KB in 200 ms, and in 1 ms when an earlier run chose a way") == 1, said
+    assert said.count("hosts exchange 256 KB in 200 ms, and took 1 ms when an earlier run chose a strategy") == 1, said
     assert not searches(0.2, "a h0", "a h1")  # the new way is kept in place of the old one
 
 

@@ -66,7 +66,7 @@ def test_a_step_that_does_not_fit_is_refused_and_an_option_that_is_named_fits(ra
     model = Mlp()
     assert np.isfinite(model.step(model.batch()))
     wh.shutdown()
-    assert "nothing that was tried makes it fit" in refused(**{"memory.limit_bytes": 1 << 20})
+    assert "no setting that was tried makes it fit" in refused(**{"memory.limit_bytes": 1 << 20})
 
 
 def test_a_step_that_fits_on_one_rank_only_is_refused(ranks: Start) -> None:

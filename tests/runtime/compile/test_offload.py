@@ -135,9 +135,11 @@ def test_it_is_said_what_needs_all_of_a_table() -> None:
         print(wh.memory_report().on_host_bytes)
     """
     text = printed(code)
-    assert text.startswith("0\n") and "needs all of what memory.offload" in text and "table, for transpose" in text, (
-        text
-    )
+    assert (
+        text.startswith("0\n")
+        and "reads all rows of tables, so memory.offload" in text
+        and "table, for transpose" in text
+    ), text
     text = printed(code.replace("tf.gather(table", "tf.gather(tf.convert_to_tensor(table)"))
     assert text.startswith("0\n") and "table, for transpose" in text, text
 

@@ -206,7 +206,7 @@ def test_ranks_that_make_no_whole_pipelines(ranks: Start, stages: int, count: in
 
 def test_a_stage_inside_a_stage(ranks: Start) -> None:
     ranks(2)
-    with pytest.raises(PlanError, match="stage inside a stage"), wh.stage(), wh.stage():
+    with pytest.raises(PlanError, match="stage is entered inside another"), wh.stage(), wh.stage():
         pass
 
     @wh.function
@@ -215,7 +215,7 @@ def test_a_stage_inside_a_stage(ranks: Start) -> None:
             return x
 
     # AutoGraph would make a StagingError of it, with a page of frames.
-    with pytest.raises(PlanError, match=r"^a stage inside a stage\n  at: test_stages\.py:\d+\n  given: stage_"):
+    with pytest.raises(PlanError, match=r"^wh\.stage is .* wh\.stage\n  at: test_stages\.py:\d+\n  given: .* stage_"):
         step(tf.ones([4, 2]))
 
 

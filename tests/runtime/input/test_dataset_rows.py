@@ -391,7 +391,7 @@ def test_the_queue_is_bounded(prefetch: int) -> None:
     ],
 )
 def test_orders_that_would_differ_are_refused(make: Make, given: str) -> None:
-    with pytest.raises(ProgramError, match="another order") as caught:
+    with pytest.raises(ProgramError, match="different orders") as caught:
         of_ranks(make, 2)
     assert given in caught.value.facts["given"]
     assert 'by="file"' in str(caught.value.action)

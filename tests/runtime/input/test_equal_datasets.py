@@ -218,7 +218,9 @@ def test_ranks_hear_what_they_make_differently(what: str) -> None:
     make, name, cause = DIFFERENT[what]
     said = train(make)
     for one in said:
-        assert one.startswith(("the ranks share out different datasets", "the ranks read different batches")), said
+        assert one.startswith(("the ranks pass different datasets to wh.shard", "the ranks read different batches")), (
+            said
+        )
         assert name in one, said
         assert "ranks 0 and 1" in one
         assert cause in one, said

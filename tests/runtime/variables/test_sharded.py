@@ -69,7 +69,7 @@ def test_ranks_of_one_process_get_whole_batches(ranks: Callable[..., None]) -> N
     source = tf.data.Dataset.range(7).batch(4)
     assert [x.numpy().tolist() for x in wh.shard(source)] == [[0, 1, 2, 3], [4, 5, 6]]
     assert len(wh.shard(source)) == 2 and wh.shard(source).element_spec == source.element_spec
-    with pytest.raises(wh.PlanError, match="cannot be shared out that way"):
+    with pytest.raises(wh.PlanError, match="cannot divide a dataset that way"):
         wh.shard(source, by="files")
     with tf.Graph().as_default(), pytest.raises(ProgramError, match="for loops in Python"):
         wh.shard(source)
@@ -102,6 +102,6 @@ def test_parts_of_one_batch() -> None:
     ],
 )
 def test_parts_that_do_not_fit(other: Brought, value: str, given: str) -> None:
-    with pytest.raises(ProgramError, match="not of one batch") as caught:
+    with pytest.raises(ProgramError, match="do not form one batch") as caught:
         rows_of_values([says((4, 3), (4,)), says((4, 3), (4,)), other], ["x", "y"])
     assert caught.value.facts["value"] == value and caught.value.facts["given"] == given

@@ -29,16 +29,16 @@ from whale.runtime.files import (
 from whale.runtime.function import Function
 
 _COMPLETE = "saved_model.pb"  # TensorFlow writes it last
-# Whether the first rank writes a model alone: what a model's own methods do together, they then do not.
+# Whether the first rank is writing a model alone: methods of the model that are collective otherwise are not then.
 is_exporting: contextvars.ContextVar[bool] = contextvars.ContextVar("is_exporting", default=False)
 
 
 def export(what: Any, directory: str | os.PathLike[str], *specs: Any) -> None:
-    """Writes a SavedModel for one device, which every rank calls at the same place; the first rank writes.
+    """Writes a SavedModel for one device; every rank calls it at the same place, and the first rank writes.
 
-    Plain TensorFlow serves it: ``tf.saved_model.load(directory).signatures["serving_default"]``, TensorFlow Serving.
-    Former content of the directory is replaced once the new model is complete. Split variables are gathered one
-    after the other; meanwhile the first rank holds the exported variables in full.
+    Plain TensorFlow serves the model: ``tf.saved_model.load(directory).signatures["serving_default"]``, TensorFlow
+    Serving. Former content of the directory is replaced once the new model is complete. Sharded variables are gathered
+    one after the other; until the model is written, the first rank holds the exported variables in full.
 
     Args:
       what: a Keras model; or a step of ``wh.function``, a tf.function or a function that predicts; or a tf.Module with
@@ -49,7 +49,8 @@ def export(what: Any, directory: str | os.PathLike[str], *specs: Any) -> None:
     Raises:
       ClusterError: called before ``wh.init``.
       ProgramError: a function without ``specs``, or ``specs`` for something else.
-      CheckpointError: it cannot be written (on every rank, with the reason), or TensorFlow does not know the store.
+      CheckpointError: the model cannot be written (on every rank, with the reason), or TensorFlow does not know the
+        store.
     """
     context = require_current("wh.export")
     directory = normalize_path(directory)
@@ -57,7 +58,7 @@ def export(what: Any, directory: str | os.PathLike[str], *specs: Any) -> None:
     is_function = callable(what) and not isinstance(what, tf.Module) and not hasattr(what, "export")
     if is_function != bool(specs):
         raise ProgramError(
-            "wh.export needs the shapes of a function's arguments, and of nothing else",
+            "wh.export takes a tf.TensorSpec for each argument of a function, and none for a model",
             op=getattr(what, "__name__", type(what).__name__),
             given=f"{len(specs)} specs",
             expected="a tf.TensorSpec for each argument" if is_function else "none: a model has its own",
@@ -85,7 +86,12 @@ def export(what: Any, directory: str | os.PathLike[str], *specs: Any) -> None:
 
 
 def take_first_random_state(context: Context, what: str) -> None:
-    """Gives all ranks the first one's random states: a format that traces the model draws seeds while it is written."""
+    """Broadcasts the first rank's random states to all ranks, after a file was written whose format traces the model
+    and draws seeds meanwhile.
+
+    Args:
+      what: describes what was written, for messages of ranks that make another call.
+    """
     if context.has_other_processes:
         state = read_random_state() if context.rank == 0 else None
         said = context.comms[0].broadcast_bytes("whale/random/written", state, 0, WRITE_TIMEOUT_S, what)
@@ -94,7 +100,7 @@ def take_first_random_state(context: Context, what: str) -> None:
 
 
 def _make_module(function: Any, specs: Sequence[Any]) -> tf.Module:
-    """Creates a tf.Module of a function and its variables."""
+    """Returns a tf.Module with the function as ``serve`` and its variables as ``used``, for tf.saved_model.save."""
     python_function = getattr(function, "python_function", function)
     if isinstance(function, Function):
         python_function = function._python_function
@@ -122,10 +128,10 @@ def _write(module: Any, directory: str) -> None:
 
 
 def _put_in_place(beside: str, directory: str) -> None:
-    """Replaces what is at a place by a complete model.
+    """Replaces the content of ``directory`` by the complete model in the folder ``beside``.
 
-    In a store, where folders cannot be renamed, the file by which TensorFlow knows a complete model goes first and
-    comes last.
+    In a store, where folders cannot be renamed, ``saved_model.pb``, by which TensorFlow recognises a complete model, is
+    removed first and written last.
     """
     if is_on_disk(directory):
         old = f"{beside}.old"
@@ -157,5 +163,5 @@ def _tell(failure: Exception | None, directory: str, context: Context) -> None:
                 rank=rank,
                 reason=reason,
                 expected="a directory with room that the first rank can write",
-                action="see the reason",
+                action="remove what the reason says, or name another directory, and call wh.export again",
             ) from failure

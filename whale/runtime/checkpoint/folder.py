@@ -1,8 +1,8 @@
-"""Manages a folder of checkpoints: complete ones, which the file ``checkpoint`` names, and the one being written.
+"""Manages a folder of checkpoints: the complete ones, which the file ``checkpoint`` lists, and the one being written.
 
-The folder lies on a disk or in a store. An unfinished checkpoint is in a temporary folder below until it is complete
-and kept. Then its files get their final names, the index last, and the file ``checkpoint`` is replaced. If the process
-is killed in between, earlier checkpoints remain; leftovers are removed when the next checkpoint begins.
+The folder is on a disk or in a store. A checkpoint is written to a temporary subfolder. When it is complete, its files
+get their final names, the index last, and then the file ``checkpoint`` is replaced. If the process is killed in
+between, earlier checkpoints remain; leftovers are removed when the next checkpoint begins.
 
 Decision: 0164.
 """
@@ -40,15 +40,18 @@ _DATA = re.compile(r"(?P<prefix>.+)\.data-\d{5}-of-\d{5}")
 
 
 class CheckpointFolder:
-    """The checkpoints ``name-1``, ``name-2``, ... in ``directory``; used by one process at a time.
+    """Manages the checkpoints ``name-1``, ``name-2``, ... in ``directory``; used by one process at a time.
 
     Args:
+      directory: of the checkpoints; created if missing.
+      name: prefix of their files.
       max_to_keep: how many to keep; None for all.
-      keep_every_s: checkpoints at least so many seconds apart are kept for good; None: none are.
+      keep_every_s: of the checkpoints that are removed, those at least so many seconds apart are kept for good; None:
+        none are.
 
     Attributes:
-      kept: path -> time of writing (s since 1970) of the complete checkpoints, oldest first.
-      latest: path of the newest one.
+      kept: path -> time of writing (seconds since 1970) of the complete checkpoints, oldest first.
+      latest: path of the newest one; None: there is none.
 
     Raises:
       CheckpointError: the file ``checkpoint`` names one that is not in this folder.
@@ -64,7 +67,9 @@ class CheckpointFolder:
         self._read_state()
 
     def _read_state(self) -> None:
-        """Reads the file ``checkpoint``; if it is missing or damaged, finds the complete checkpoints by their files."""
+        """Reads the file ``checkpoint``; if that is missing or damaged, finds the complete checkpoints by their data
+        files.
+        """
         path = os.path.join(self.directory, "checkpoint")
         try:
             state = text_format.Parse(read_text(path, _STATE_CHARACTERS), CheckpointState())
@@ -87,10 +92,12 @@ class CheckpointFolder:
                 self.kept[self._find_path(path)] = min(written, now)
 
     def _find_path(self, name: str) -> str:
-        """Returns the path of a checkpoint named by the state file, in this folder, which may have been moved.
+        """Returns the path in this folder of a checkpoint that the file ``checkpoint`` names; the folder may have been
+        moved.
 
         Raises:
-          CheckpointError: it is elsewhere; no files outside of the folder are read, written or removed.
+          CheckpointError: the checkpoint is in another folder. No files outside of this folder are read, written or
+            removed.
         """
         base = os.path.basename(name)
         path = os.path.join(self.directory, base)
@@ -98,15 +105,17 @@ class CheckpointFolder:
         moved = (os.path.isabs(name) or not is_on_disk(name)) and tf.io.gfile.exists(f"{path}.index")
         if base in ("", ".", "..") or "\0" in base or not (inside or moved):
             raise CheckpointError(
-                "a state file names a checkpoint that is not in its folder",
+                "the file `checkpoint` names a checkpoint that is not in its folder",
                 given=f"{name!r} in {os.path.join(self.directory, 'checkpoint')}",
-                expected="names of checkpoints beside it",
+                expected="names of checkpoints in the same folder",
                 action="remove that file: the complete checkpoints of the folder are then found without it",
             )
         return path
 
     def _take_files(self, why: str) -> None:
-        """Finds the complete checkpoints by their files, in the order of their numbers, and logs that."""
+        """Finds the complete checkpoints by their files, in the order of their numbers; warns with the reason
+        ``why``.
+        """
         numbers: dict[int, str] = {}
         for name in list_names(self.directory):
             found = re.fullmatch(rf"{re.escape(self.name)}-(\d{{1,18}})\.index", name)
@@ -116,15 +125,20 @@ class CheckpointFolder:
         self.kept = {numbers[n]: tf.io.gfile.stat(f"{numbers[n]}.index").mtime_nsec / 1e9 for n in sorted(numbers)}
         self.latest = next(reversed(self.kept), None)
         if self.kept:
-            log.warning(f"{why}; {len(self.kept)} complete checkpoints were found by their files")
+            log.warning(
+                f"{why}; {len(self.kept)} complete checkpoints were found by their data files, and the file is written "
+                "again at the next save"
+            )
 
     def _is_complete(self, path: str) -> bool:
-        """Tells whether all files of a checkpoint exist, by the count in their names."""
+        """Returns True if all data files of a checkpoint exist: their names contain their count, as in
+        ``.data-00000-of-00002``.
+        """
         data = self._list_files(path)[1:]
         return bool(data) and all(int(name[-5:]) == len(data) for name in data)
 
     def begin(self) -> str:
-        """Removes leftovers of killed runs, and creates a folder for the parts of a new checkpoint."""
+        """Removes leftovers of killed runs, and returns a new temporary folder for the parts of a checkpoint."""
         self.clean()
         temporary = os.path.join(self.directory, f"{_TEMPORARY}{uuid.uuid4().hex[:12]}")
         tf.io.gfile.makedirs(temporary)
@@ -132,7 +146,9 @@ class CheckpointFolder:
         return temporary
 
     def clean(self) -> None:
-        """Removes unfinished checkpoints of this folder's name: those without an index."""
+        """Removes temporary folders, and data files of this name that have no index: they are of unfinished
+        checkpoints.
+        """
         names = list_names(self.directory)
         indices = {name.removesuffix(".index") for name in names if name.endswith(".index")}
         for name in names:
@@ -143,10 +159,14 @@ class CheckpointFolder:
                 remove(path)
 
     def install(self, temporary: str, parts: Sequence[str], path: str) -> None:
-        """Creates the checkpoint ``path`` from parts on disk, and removes checkpoints that are no longer kept.
+        """Merges the parts into the checkpoint ``path``, and removes checkpoints beyond ``max_to_keep``.
+
+        Args:
+          temporary: the folder that ``begin`` returned; removed at the end.
+          parts: prefixes of the parts that the ranks have written.
 
         Raises:
-          OSError, tf.errors.OpError: it cannot be written; earlier checkpoints are unchanged.
+          OSError, tf.errors.OpError: the checkpoint cannot be written; earlier checkpoints are unchanged.
         """
         try:
             self._install(temporary, parts, path)
@@ -156,14 +176,14 @@ class CheckpointFolder:
             raise
 
     def _install(self, temporary: str, parts: Sequence[str], path: str) -> None:
-        # The index is written, or moved, last: without it, nobody takes the other files for a checkpoint.
+        # The index is written, or moved, last: without an index the data files count as unfinished.
         if is_on_disk(path):
             merged = os.path.join(temporary, "merged", os.path.basename(path))
             _merge(parts, merged)
             sync_to_disk(f"{merged}.index")
             aside = self._set_aside(path)
             move_files(os.path.dirname(merged), self.directory, ".index")
-        else:  # to rename is to copy there: what is merged in its place is copied once
+        else:  # a store renames by copying: merging right to the final path copies once instead of twice
             aside = self._set_aside(path)
             _merge(parts, path)
         self.kept.pop(path, None)
@@ -176,12 +196,16 @@ class CheckpointFolder:
         remove_folder(temporary)
 
     def discard(self, temporary: str) -> None:
-        """Removes the parts of a checkpoint that was given up."""
+        """Removes the temporary folder of a checkpoint that was given up."""
         with contextlib.suppress(tf.errors.OpError):
             remove_folder(temporary)
 
     def _set_aside(self, path: str) -> str | None:
-        """Renames a checkpoint that is about to be replaced, so that a complete one exists at every moment."""
+        """Renames a checkpoint that is about to be replaced, so that a complete one exists at every moment.
+
+        Returns:
+          the path under which it is kept until the new one is complete; None if there was no complete one.
+        """
         if path not in self.kept:
             self._delete(path)
             return None
@@ -209,7 +233,7 @@ class CheckpointFolder:
         return removed
 
     def _list_files(self, path: str) -> list[str]:
-        """Returns the files of a checkpoint, its index first."""
+        """Returns the paths of the index and data files of a checkpoint, the index first."""
         own = os.path.basename(path)
         names = [
             name
@@ -223,7 +247,9 @@ class CheckpointFolder:
             remove(name)
 
     def _write_state(self) -> None:
-        """Replaces the file ``checkpoint``. Paths are relative, so that the folder can be moved."""
+        """Writes the file ``checkpoint`` anew; it names checkpoints by relative paths, so that the folder can
+        be moved.
+        """
         state = CheckpointState(
             model_checkpoint_path=os.path.basename(self.latest or ""),
             all_model_checkpoint_paths=[os.path.basename(path) for path in self.kept],
@@ -234,10 +260,14 @@ class CheckpointFolder:
 
 
 def write_part(prefix: str, entries: Iterable[tuple[str, str, tf.Tensor]]) -> None:
-    """Writes one rank's share, and then a marker file that it is complete.
+    """Writes one rank's share of a checkpoint under ``prefix``, and then the marker file that tells the first rank it
+    is complete.
+
+    Args:
+      entries: (key, shape and slice, value) of each tensor, as the op SaveV2 takes them.
 
     Raises:
-      OSError, tf.errors.OpError: it cannot be written.
+      OSError, tf.errors.OpError: the share cannot be written.
     """
     keys, specs, tensors = zip(*entries)
     tf.raw_ops.SaveV2(prefix=prefix, tensor_names=keys, shape_and_slices=specs, tensors=tensors)
@@ -247,12 +277,14 @@ def write_part(prefix: str, entries: Iterable[tuple[str, str, tf.Tensor]]) -> No
 
 
 def find_mark(prefix: str) -> str:
-    """Returns the path of the marker file of a complete part."""
+    """Returns the path of the marker file that exists once the part ``prefix`` is complete."""
     return f"{prefix}.done"
 
 
 def find_begun(temporary: str) -> str:
-    """Returns the path of the file that is in a temporary folder from the beginning: stores have no empty folders."""
+    """Returns the path of a file that ``begin`` puts into the temporary folder, since stores have no empty folders;
+    other ranks look for it to see whether they share the folder.
+    """
     return os.path.join(temporary, "begun")
 
 
@@ -262,5 +294,5 @@ def _write_mark(path: str) -> None:
 
 
 def _merge(parts: Sequence[str], path: str) -> None:
-    """Renames the data files of parts to those of one checkpoint, and then writes its index."""
+    """Merges the ranks' parts into one checkpoint: renames their data files, and then writes a common index."""
     tf.raw_ops.MergeV2Checkpoints(checkpoint_prefixes=list(parts), destination_prefix=path, delete_old_dirs=False)

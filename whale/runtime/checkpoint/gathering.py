@@ -1,4 +1,6 @@
-"""Gathers split and stage variables on the first rank, for writers that are not distributed."""
+"""Gathers sharded and stage variables on the first rank, for writers that run on one rank only (SavedModel, Keras
+files).
+"""
 
 from __future__ import annotations
 
@@ -13,14 +15,15 @@ from whale.runtime.variables.deferred import make_whole
 
 
 def refuse_different_copies(holders: Iterable[Any], context: Context, when: str) -> None:
-    """Compares the copies of trainable variables that are about to be saved; collective between processes.
+    """Raises an error if the ranks' copies of a trainable variable that is about to be saved differ; collective between
+    processes.
 
     Args:
       holders: the variables, or objects of a checkpoint that may be or wrap one.
       when: describes the saving, for messages.
 
     Raises:
-      CommError: they differ, with the variables and ranks.
+      CommError: copies differ; names the variables and ranks.
     """
     if context.has_other_processes:
         only = {id(v._handle) for v in map(find_variable, holders) if v is not None}
@@ -30,7 +33,8 @@ def refuse_different_copies(holders: Iterable[Any], context: Context, when: str)
 
 
 def describe_unreadable(holders: Iterable[Any]) -> str:
-    """Describes the first variable that a rank cannot read without the others, and why; "" if there is none.
+    """Returns a sentence about the first variable that a rank cannot read without the other ranks, with the reason; ""
+    if there is none.
 
     Args:
       holders: the variables, or objects of a checkpoint that may be or wrap one.
@@ -50,9 +54,11 @@ def describe_unreadable(holders: Iterable[Any]) -> str:
 
 @contextmanager
 def gather_on_first_rank(holders: Iterable[Any], context: Context) -> Iterator[None]:
-    """Lets the first rank read variables without the other ranks inside this context, even split or stage variables.
+    """Lets the first rank read all of the variables inside this context without the other ranks, even sharded or stage
+    variables.
 
-    Collective if any of them is not whole on every rank. Split variables are gathered one after the other.
+    Collective if any of them is not whole on every rank. Sharded variables are gathered one after the other, and freed
+    again at the end.
 
     Args:
       holders: the variables, or objects of a checkpoint that may be or wrap one.

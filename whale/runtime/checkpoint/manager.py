@@ -1,4 +1,4 @@
-"""Writes checkpoints in TensorFlow's format in parallel, with a share for each rank: ``wh.CheckpointManager``.
+"""Implements ``wh.CheckpointManager``: all ranks write a checkpoint in TensorFlow's format in parallel, each its share.
 
 Decision: 0044.
 """
@@ -38,19 +38,19 @@ _Result = TypeVar("_Result")
 
 
 class CheckpointManager:
-    """Replaces tf.train.CheckpointManager: it has the same calls, made by every rank at the same place.
+    """Replaces tf.train.CheckpointManager, with the same calls, which every rank makes at the same place.
 
-    Every rank writes its share: its part of a split variable, and an equal share of the bytes of other variables. The
+    Every rank writes its share: its part of a sharded variable, and an equal share of the bytes of other variables. The
     result is one checkpoint in TensorFlow's format. It loads under any other plan and number of ranks, and in plain
     TensorFlow with tf.train.Checkpoint; checkpoints of plain TensorFlow load here. A rank reads only the parts that it
     holds.
 
-    A checkpoint counts once it is complete and kept. If the run is killed before, the previous one is the latest. All
-    ranks must see the directory; it is used by one run at a time.
+    A checkpoint counts once it is complete. If the run is killed before, the previous one is the latest. All ranks must
+    see the directory; it is used by one run at a time.
 
     Args:
-      checkpoint: a tf.train.Checkpoint of objects that every rank has. Python's and NumPy's random states and that of
-        TensorFlow's global generator are saved beside them.
+      checkpoint: a tf.train.Checkpoint of objects that every rank has. The random states of Python and NumPy and of
+        TensorFlow's global generator are saved with it.
       directory: where the checkpoints are: a path, or a URI of a store that TensorFlow knows (``gs://bucket/run``).
       max_to_keep: number of checkpoints to keep; None for all.
       keep_checkpoint_every_n_hours, checkpoint_name, step_counter, checkpoint_interval, init_fn: as in
@@ -81,15 +81,17 @@ class CheckpointManager:
         self._context: Context = require_current("wh.CheckpointManager")
         if not isinstance(checkpoint, (tf.train.Checkpoint, tf.compat.v1.train.Checkpoint)):
             raise CheckpointError(
-                "wh.CheckpointManager is given no tf.train.Checkpoint",
-                given=type(checkpoint).__name__,
-                expected="a tf.train.Checkpoint of what is saved",
+                "the first argument of wh.CheckpointManager is not a tf.train.Checkpoint",
+                given=f"an object of type {type(checkpoint).__name__}",
+                expected="a tf.train.Checkpoint of the objects to save",
                 action="write wh.CheckpointManager(tf.train.Checkpoint(model=model, optimizer=optimizer), folder, ...)",
             )
         if max_to_keep is not None and max_to_keep <= 0:
             raise ValueError(f"max_to_keep must be positive or None, not {max_to_keep}")
         if checkpoint_interval is not None and step_counter is None:
-            raise ValueError("checkpoint_interval needs a step_counter")
+            raise ValueError(
+                f"checkpoint_interval={checkpoint_interval} needs a step_counter; pass the variable of steps"
+            )
         refuse_unknown_store(os.fspath(directory))
         self._checkpoint, self._name = checkpoint, checkpoint_name
         self._directory = os.fspath(directory) if is_on_disk(os.fspath(directory)) else normalize_path(directory)
@@ -110,13 +112,13 @@ class CheckpointManager:
             return self._read_folder_state()
 
         self._open, self._state = open_folder, RankMessage()
-        self._left: int | None = None  # ranks that were gone when it was opened
+        self._left: int | None = None  # `Context.lost_count` when the folder was opened
         self._context.retry_after_loss(self._follow)
         self._context.hooks.before_shutdown.append(self.wait)
 
     @property
     def checkpoint(self) -> tf.train.Checkpoint:
-        """Returns the tf.train.Checkpoint that is saved and restored."""
+        """Returns the tf.train.Checkpoint that this manager saves and restores."""
         return self._checkpoint
 
     @property
@@ -126,7 +128,9 @@ class CheckpointManager:
 
     @property
     def checkpoint_interval(self) -> int | None:
-        """Returns the least number of steps between two checkpoints."""
+        """Returns the least number of steps of ``step_counter`` between two checkpoints; None: every ``save`` writes
+        one.
+        """
         return self._interval
 
     @property
@@ -136,8 +140,8 @@ class CheckpointManager:
 
     @property
     def latest_checkpoint(self) -> str | None:
-        """Returns the path of the newest complete checkpoint, or None; equal on all ranks. One still being written is
-        not complete.
+        """Returns the path of the newest complete checkpoint, equal on all ranks; None if there is none. A checkpoint
+        that threads still write is not complete.
         """
         return self._state.latest
 
@@ -145,15 +149,15 @@ class CheckpointManager:
         """Writes a checkpoint; every rank calls it at the same place.
 
         Args:
-          checkpoint_number: its number, an integer or a variable; default ``checkpoint.save_counter``, which counts the
-            calls in any case.
-          check_interval: nothing is written before ``checkpoint_interval`` steps have passed.
+          checkpoint_number: number of the checkpoint, an integer or a variable; default ``checkpoint.save_counter``,
+            which counts the calls in any case.
+          check_interval: whether to write nothing before ``checkpoint_interval`` steps have passed since the last one.
 
         Returns:
-          the checkpoint's path, which is complete unless the manager is asynchronous; None if none was written.
+          the checkpoint's path; it is complete unless the manager is asynchronous. None if none was written.
 
         Raises:
-          CheckpointError: a rank cannot write its share (on every rank, with the reason). The checkpoints before are
+          CheckpointError: a rank cannot write its share (on every rank, with the reason). Earlier checkpoints are
             intact, and training can go on.
           CommError: the ranks save different things, or one is gone.
         """
@@ -164,7 +168,9 @@ class CheckpointManager:
         return self._context.retry_after_loss(lambda: self._save(checkpoint_number, saves))
 
     def _save(self, checkpoint_number: Any, saves: int) -> str:
-        """Writes a checkpoint with this number, after ``saves`` earlier ones."""
+        """Writes a checkpoint with this number; sets ``save_counter`` to ``saves + 1``, also when the call is repeated
+        after a loss of ranks.
+        """
         self._follow()
         context = self._context
         with open_span(context.trace, "save checkpoint", "checkpoint"):
@@ -200,7 +206,12 @@ class CheckpointManager:
         return path
 
     def _see_folder(self, temporary: str) -> None:
-        """Looks, before the first checkpoint of these ranks, whether all see what the first one has just made."""
+        """Checks, before the first checkpoint of this set of ranks, that all ranks see the temporary folder that the
+        first rank has just made.
+
+        Raises:
+          CheckpointError: the directory is another one on some hosts.
+        """
         if self._is_seen:
             return
         mine = RankMessage(host=socket.gethostname(), sees_folder=tf.io.gfile.exists(find_begun(temporary)))
@@ -214,12 +225,11 @@ class CheckpointManager:
         self._is_seen = True
 
     def wait(self) -> None:
-        """Waits until the checkpoint being written by threads is complete; every rank calls it.
-
-        It returns at once if there is none.
+        """Waits until the checkpoint that threads are writing is complete; every rank calls it. Returns at once if
+        there is none.
 
         Raises:
-          CheckpointError: it could not be written.
+          CheckpointError: the checkpoint could not be written.
           CommError: a rank is gone.
         """
         self._context.retry_after_loss(self._wait)
@@ -242,7 +252,7 @@ class CheckpointManager:
         self._state = self._act_together("installed", install)[0]
 
     def restore(self, path: str | None) -> Any:
-        """Restores a checkpoint of any origin on every rank; each reads only the parts that it holds.
+        """Restores a checkpoint of any origin on every rank; each rank reads only the parts that it holds.
 
         Args:
           path: of a checkpoint, as in ``checkpoints``; None restores nothing.
@@ -251,7 +261,7 @@ class CheckpointManager:
           the status of tf.train.Checkpoint.restore (``assert_consumed()`` and the like).
 
         Raises:
-          CheckpointError: it is missing or damaged: names files and tensors.
+          CheckpointError: the checkpoint is missing or damaged; names the damaged files and tensors.
         """
         self.wait()
         if path is None:
@@ -272,11 +282,12 @@ class CheckpointManager:
         return status
 
     def restore_or_initialize(self, fallback: bool = False) -> str | None:
-        """Restores the newest complete checkpoint on every rank, or calls ``init_fn``. Returns its path, or None.
+        """Restores the newest complete checkpoint on every rank and returns its path; if there is none, calls
+        ``init_fn`` and returns None.
 
         Args:
-          fallback: if a checkpoint is damaged, the first rank warns, and the previous one is restored. To find out, it
-            reads all of a checkpoint before the ranks do.
+          fallback: if a checkpoint is damaged, the first rank warns, and the previous one is restored. To find out, the
+            first rank reads all of a checkpoint before the ranks restore it.
 
         Raises:
           CheckpointError: as ``restore``; with ``fallback``, when all checkpoints are damaged.
@@ -294,11 +305,13 @@ class CheckpointManager:
         return path
 
     def _follow(self) -> None:
-        """Opens the folder again when the set of ranks has changed: the first rank manages it."""
+        """Opens the folder again if the set of ranks has changed, because the first rank manages it; gives up a
+        checkpoint that is being written. Collective then.
+        """
         if self._left == self._context.lost_count:
             return
         self._left, self._folder, self._is_seen = self._context.lost_count, None, False
-        if self._saving is not None:  # its parts are those of ranks of which some are gone
+        if self._saving is not None:  # ranks that were to write some of its parts are gone
             self._abandon(self._saving)
             self._saving = None
         self._state = self._act_together("opened", self._open)[0]
@@ -306,10 +319,15 @@ class CheckpointManager:
     def _abandon(self, saving: Saving) -> None:
         saving.abandon()
         if self._asynchronous and self._context.elastic is not None and self._context.rank == 0:
-            log.warning(f"a checkpoint that was being written to {self._directory} is left out, if it was not complete")
+            log.warning(
+                f"the checkpoint that was being written to {self._directory} is given up if it was not complete; "
+                "the next save writes another one"
+            )
 
     def _find_newest_whole(self, latest: str) -> str:
-        """Returns the newest checkpoint of which every tensor can be read; reports newer ones as damaged."""
+        """Returns the newest checkpoint of which every tensor can be read; the first rank reads it, and warns of newer
+        ones that are damaged.
+        """
 
         def look() -> RankMessage:
             if self._context.rank != 0:
@@ -318,7 +336,7 @@ class CheckpointManager:
             return RankMessage(latest=checkpoint_reading.find_newest_whole([latest, *older]))
 
         found = self._context.retry_after_loss(lambda: self._act_together("looked through", look)[0].latest)
-        assert found is not None  # otherwise `newest_whole` raised
+        assert found is not None  # otherwise `find_newest_whole` raised
         return found
 
     def _is_time(self, check_interval: bool) -> bool:
@@ -339,11 +357,22 @@ class CheckpointManager:
         return f"a checkpoint in {self._directory} that is to be {when}"
 
     def _act_together(self, when: str, act: Callable[[], RankMessage]) -> list[RankMessage]:
-        """Calls ``act`` on every rank. Returns every rank's message, or raises on all ranks if one of them failed."""
+        """Calls ``act`` on every rank, and exchanges the resulting messages; collective.
+
+        Args:
+          when: what is done to the checkpoint, a participle ("begun", "written") for keys and messages.
+
+        Returns:
+          every rank's message, in order of ranks.
+
+        Raises:
+          CheckpointError: on every rank, if ``act`` failed on one of them.
+          CommError: the ranks are about to do different things.
+        """
         context, failure = self._context, None
         try:
             mine = act()
-        except Exception as error:  # told to the others, and raised below
+        except Exception as error:  # sent to the other ranks, and raised below
             failure, mine = error, RankMessage(error=f"{type(error).__name__}: {error}"[:2000])
         said = [mine]
         if context.has_other_processes:
@@ -364,16 +393,16 @@ class CheckpointManager:
             ranks=", ".join(map(str, failed)),
             reason=said[failed[0]].error,
             expected="a directory with room that every rank can use",
-            action="see the reason; checkpoints before it are intact",
+            action="remove the cause that `reason` names, and save again; earlier checkpoints are intact",
         ) from failure
 
 
 def is_left_out(saved: Iterable[Any], where: str) -> bool:
-    """Warns of weights of saved models and layers that are missing in the checkpoint; tells whether there are any.
+    """Warns if weights of saved models and layers are missing in the checkpoint, and returns True then.
 
     Args:
       saved: all objects of a checkpoint.
-      where: its directory.
+      where: its directory, for the message.
     """
     saved = list(saved)
     known = {id(v) for v in map(find_variable, saved) if v is not None}

@@ -1,4 +1,6 @@
-"""Restores from a checkpoint of any origin: each rank reads only its parts, and damaged tensors and files are named."""
+"""Restores from a checkpoint of any origin: each rank reads only its parts, and errors name damaged tensors
+and files.
+"""
 
 from __future__ import annotations
 
@@ -30,12 +32,13 @@ from whale.runtime.variables.deferred import find_deferred, restore_from
 
 _READ_TOGETHER_BYTES = 64 << 20
 _DAMAGES = (tf.errors.DataLossError, tf.errors.OutOfRangeError)
-# TensorFlow's reader has exceptions of C++ for some damages: a file that ends too early is an IndexError.
+# TensorFlow's reader raises Python errors without a class of its own for some damages: IndexError for a truncated file.
 _NAMELESS = (IndexError, RuntimeError, ValueError, TypeError, DecodeError)
 
 
 def restore(checkpoint: tf.train.Checkpoint, path: str, context: Context) -> Any:
-    """Restores the objects of ``checkpoint`` on this rank, and random states if they are there.
+    """Restores the objects of ``checkpoint`` on this rank from the files ``path``, and random states if the checkpoint
+    has them.
 
     Returns:
       the status of ``tf.train.Checkpoint.restore``.
@@ -58,13 +61,13 @@ def restore(checkpoint: tf.train.Checkpoint, path: str, context: Context) -> Any
     except _NAMELESS as error:
         tensors, files = find_damages(path)
         if not tensors and not files:
-            raise  # the program's error, not the files': a variable of another shape
+            raise  # the files are whole: the error is the program's, such as a variable of another shape
         raise _make_damage_error(path, tensors, files, str(error)) from error
     return status
 
 
 def find_newest_whole(paths: Sequence[str]) -> str:
-    """Returns the first of these checkpoints that is completely readable; warns of those skipped.
+    """Returns the first of these checkpoints of which every tensor can be read; warns of each damaged one before it.
 
     Raises:
       CheckpointError: none of them is readable.
@@ -74,17 +77,17 @@ def find_newest_whole(paths: Sequence[str]) -> str:
         if not tensors and not files:
             return path
         what = f"{', '.join(tensors) or 'no tensor'} cannot be read, in {', '.join(files) or 'its index'}"
-        log.warning(f"the checkpoint {path} is damaged ({what}); the one before is looked at")
+        log.warning(f"the checkpoint {path} is damaged ({what}); the previous one is tried")
     raise CheckpointError(
         "all checkpoints are damaged",
         given=", ".join(paths),
         expected="one of which every tensor can be read",
-        action="bring one back from a copy, or begin in another folder",
+        action="copy a whole checkpoint back from a backup, or start training in another folder",
     )
 
 
 def _restore_split_variables(status: Any, path: str, context: Context) -> None:
-    found = status._checkpoint  # which of the checkpoint's objects is which of the program's
+    found = status._checkpoint  # matches the objects of the checkpoint with those of the program
     waiting = []
     for number, trackable in found.object_by_proto_id.items():
         variable = find_variable(trackable)
@@ -121,7 +124,17 @@ def _restore_pieces(variable: Any, path: str, key: str, context: Context) -> Non
 def read_region(
     path: str, key: str, shape: Sequence[int], dtype: tf.DType, begin: Sequence[int], size: Sequence[int]
 ) -> tf.Tensor:
-    """Reads a region of a variable that was restored before its layout was known."""
+    """Reads a rectangle of a variable from a checkpoint; called when the first plan says which part of a deferred
+    variable a rank holds.
+
+    Args:
+      key: name of the variable's tensor in the checkpoint.
+      shape: of the whole variable.
+      begin, size: of the rectangle, over all dimensions.
+
+    Raises:
+      CheckpointError: the checkpoint cannot be read, or is damaged.
+    """
     spec = slice_spec(shape, begin, size) if shape else ""
     try:
         return tf.raw_ops.RestoreV2(prefix=path, tensor_names=[key], shape_and_slices=[spec], dtypes=[dtype])[0]
@@ -130,8 +143,8 @@ def read_region(
 
 
 def _group_by_bytes(waiting: Iterable[tuple[Any, str]], context: Context) -> Iterator[list[tuple[Any, str]]]:
-    """Yields groups of variables to read together, small enough that reading needs little memory beyond the
-    variables.
+    """Yields groups of (variable, key) to read together, of about 64 MiB each, so that reading needs little memory
+    beyond the variables.
     """
     group: list[tuple[Any, str]] = []
     size_bytes = 0
@@ -155,7 +168,7 @@ def _explain_error(error: tf.errors.OpError, path: str) -> CheckpointError:
             given=path,
             reason=reason,
             expected="a checkpoint of these objects, in a folder that every rank can read",
-            action="look for the files; latest_checkpoint names the newest complete one",
+            action="check the path and the files there; the manager's latest_checkpoint names the newest complete one",
         )
     return _make_damage_error(path, *find_damages(path), reason)
 
@@ -167,15 +180,15 @@ def _make_damage_error(path: str, tensors: Sequence[str], files: Sequence[str], 
         tensors=", ".join(tensors) or "none can be read",
         files=", ".join(files) or "its index",
         reason=reason,
-        expected="the bytes that were written, by their checksums",
+        expected="files whose checksums match",
         action="restore an older one, of the manager's `checkpoints`, as restore_or_initialize(fallback=True) does",
     )
 
 
 def find_damages(path: str) -> tuple[list[str], list[str]]:
-    """Returns the names of the tensors of a checkpoint that cannot be read, and of their files.
+    """Returns the names of the tensors of a checkpoint that cannot be read, and the paths of the files with these.
 
-    Reads all of it, one tensor at a time.
+    Reads the whole checkpoint, one tensor at a time.
     """
     try:
         reader = tf.train.load_checkpoint(path)

@@ -1,4 +1,6 @@
-"""Writes one checkpoint, in threads during the following steps or in the caller."""
+"""Writes the parts of one checkpoint, in threads during the following steps or in the caller's thread, and passes
+messages between the ranks that save.
+"""
 
 from __future__ import annotations
 
@@ -13,16 +15,19 @@ from whale.errors import CheckpointError, CommError
 from whale.runtime.checkpoint.folder import CheckpointFolder, find_mark, write_part
 from whale.runtime.files import is_on_disk
 
-# How often the first rank looks for parts: on a disk, and in a store, which asks a price for each look.
+# Seconds between two looks of the first rank for parts: on a disk, and in a store, which charges for each request.
 _LOOK_EVERY_S, _LOOK_IN_STORE_EVERY_S = 0.02, 1.0
 
 
 class Saving:
-    """A checkpoint being written, by ``start`` in a thread, or by ``write_parts`` in the caller's.
+    """Represents a checkpoint that is being written: by ``start`` in a thread, or by ``write_parts`` in the caller's.
 
     Args:
-      folder: on the first rank, which combines all ranks' parts into a checkpoint; else None.
-      shares: rank of this process -> the entries that it writes; writers: all ranks with something to write.
+      folder: on the first rank, which merges all ranks' parts into a checkpoint; None on other ranks.
+      temporary: folder for the parts.
+      path: of the finished checkpoint.
+      shares: rank of this process -> the entries (key, spec, value) that it writes.
+      writers: all ranks that write something.
     """
 
     def __init__(
@@ -41,7 +46,9 @@ class Saving:
         self._error: BaseException | None = None
 
     def start(self) -> None:
-        """Starts a thread that writes."""
+        """Starts a thread that writes this process's parts and, on the first rank, merges all parts when they are
+        there.
+        """
         self._thread = threading.Thread(target=self._run, name="whale checkpoint", daemon=True)
         self._thread.start()
 
@@ -58,14 +65,18 @@ class Saving:
         self._own_written.set()
 
     def await_written(self) -> RankMessage:
-        """Waits until this process's parts are written, and returns this rank's message."""
+        """Waits until this process's parts are written, and returns an empty message; raises the error if writing
+        failed.
+        """
         self._own_written.wait()
         if self._error is not None:
             raise self._error
         return RankMessage()
 
     def install(self) -> None:
-        """Combines the parts, which all ranks have written, into a complete checkpoint, and waits for that."""
+        """Merges the parts of all ranks into a complete checkpoint on the first rank, and waits for that; called once
+        all ranks have written.
+        """
         self._all_written.set()
         if self._thread is not None:
             self._thread.join()
@@ -87,7 +98,7 @@ class Saving:
         self.write_parts()
         if self._folder is None or self._error is not None:
             return
-        # The parts are awaited by their marks, not by a message: while steps run, ranks exchange nothing else.
+        # The first rank waits for marker files instead of messages: while steps run, no other thread may exchange.
         pause_s = _LOOK_EVERY_S if is_on_disk(self._path) else _LOOK_IN_STORE_EVERY_S
         while not all(map(tf.io.gfile.exists, map(find_mark, self._parts))):
             if self._all_written.wait(pause_s):
@@ -106,12 +117,19 @@ class Saving:
 
 
 class RankMessage(msgspec.Struct):
-    """A rank's message to the others: an error, a digest of what it is about to write, and of the first its folder.
+    """Represents a rank's message to the others when they save or restore together.
 
     Attributes:
-      place: the folder, or the checkpoint, that it is about to use; "" where it does not matter.
-      number: of the checkpoint that it is about to write.
-      host: on which it runs; sees_folder: whether it sees there what the first rank has made.
+      error: why this rank failed; "": it did not.
+      digest: of the entries that all ranks are about to write; equal on all ranks if they save the same.
+      temporary: from the first rank, the folder for parts.
+      number: of the checkpoint that is about to be written.
+      counter: value of the save counter.
+      latest: from the first rank, the path of the newest complete checkpoint.
+      checkpoints: from the first rank, the paths of those that are kept, oldest first.
+      place: the folder or checkpoint that the rank is about to use; "" where it does not matter.
+      host: name of the rank's host.
+      sees_folder: whether the rank sees the temporary folder that the first rank has made.
     """
 
     error: str = ""
@@ -151,28 +169,32 @@ def check_equal(said: Sequence[RankMessage]) -> None:
             given = f"rank 0 saves number {first.number}, rank {rank} saves number {other.number}"
             raise _make_difference_error("the ranks save checkpoints of different numbers", given, "the same number")
         if other.digest != first.digest:
-            what = "have checkpoints of other variables, or of variables that lie otherwise"
+            what = "have checkpoints of different variables, or of variables with different layouts"
             raise _make_difference_error(
                 "the ranks save different objects", f"rank 0 and rank {rank} {what}", "the same tf.train.Checkpoint"
             )
 
 
 def refuse_folders_apart(said: Sequence[RankMessage], directory: str) -> None:
-    """Refuses a folder of checkpoints that is another one on some hosts.
+    """Raises an error if the folder of checkpoints is not the same folder on all hosts.
+
+    Args:
+      said: every rank's message, with ``host`` and ``sees_folder``.
+      directory: path of the folder, for the message.
 
     Raises:
-      CheckpointError: names these hosts.
+      CheckpointError: names the hosts on which it is another folder.
     """
     ranks = [rank for rank, one in enumerate(said) if not one.sees_folder]
     if ranks:
         others = ", ".join(dict.fromkeys(said[rank].host for rank in ranks))
         raise CheckpointError(
             f"the folder of checkpoints is not the same folder on {others}",
-            given=f"{directory}: what rank 0 makes there on {said[0].host} is not seen on {others}",
+            given=f"{directory}: a file that rank 0 has written there on {said[0].host} does not exist on {others}",
             ranks=", ".join(map(str, ranks)),
             expected="a folder that all hosts of the run see at the same path: on a shared disk, such as NFS, or in a "
             "store (gs://, s3://)",
-            action=f"give such a folder, or mount it on {others}",
+            action=f"pass such a folder to wh.CheckpointManager, or mount it on {others}",
         )
 
 
@@ -181,5 +203,5 @@ def _make_difference_error(message: str, given: str, expected: str) -> CommError
         message,
         given=given,
         expected=f"{expected} on every rank",
-        action="save and restore the same on every rank, at the same place of the script",
+        action="call save and restore with the same objects, folder and number on every rank, at the same place",
     )

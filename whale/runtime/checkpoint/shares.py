@@ -1,6 +1,6 @@
-"""Decides which rank writes which part of a checkpoint: split variables by holder, other variables evenly by bytes.
+"""Decides which rank writes which part of a checkpoint: sharded variables by holder, other variables evenly by bytes.
 
-Random states outside of variables (Python's, NumPy's, and TensorFlow's global generator) are written as text.
+Random states outside of variables (of Python, NumPy, and TensorFlow's global generator) are written as a JSON text.
 """
 
 from __future__ import annotations
@@ -39,12 +39,14 @@ STATE_KEY = "whale/random_state"  # belongs to no object: TensorFlow's restoring
 
 @dataclass(frozen=True, slots=True)
 class CheckpointEntry:
-    """A tensor, or a rectangle of a tensor, in a checkpoint.
+    """Represents a tensor, or a rectangle of a tensor, in a checkpoint.
 
     Attributes:
-      key: its name in the checkpoint; spec: shape and slice as TensorFlow writes them, "" for a whole tensor.
-      holders: the ranks that can write it; size_bytes: 0 where it is too small to matter.
-      read: returns its current values on a rank that holds it; None: there is nothing to write.
+      key: name of the tensor in the checkpoint.
+      spec: shape and slice in TensorFlow's notation (``"4 6 0,4:3,3"``); "" for a whole tensor.
+      holders: the ranks that can write it.
+      size_bytes: its size; 0 where it is too small to matter.
+      read: takes one of the holders' ranks, and returns the current value there; None: there is nothing to write.
     """
 
     key: str
@@ -55,7 +57,8 @@ class CheckpointEntry:
 
 
 def list_entries(checkpoint: tf.train.Checkpoint, context: Context) -> list[CheckpointEntry]:
-    """Lists all entries of a checkpoint under the keys of ``tf.train.Checkpoint``; equal on all ranks but for values.
+    """Lists all entries of a checkpoint, under the keys that ``tf.train.Checkpoint`` uses; equal on all ranks except
+    for their values.
 
     Raises:
       CheckpointError: an object of the checkpoint needs a saver of its own.
@@ -73,7 +76,7 @@ def list_entries(checkpoint: tf.train.Checkpoint, context: Context) -> list[Chec
         variable = find_variable(trackable.obj if isinstance(trackable, SaveableCompatibilityConverter) else trackable)
         for key, value in by_key.items():
             initial = find_deferred(variable)
-            if initial is not None:  # saved before the first step: computed, and not kept
+            if initial is not None:  # saved before the first step: computed for the file, and not kept in memory
                 found.append(CheckpointEntry(key, "", (0,), 0, partial(_read_whole, initial)))
             elif is_split(variable):
                 found += _list_piece_entries(key, variable, context)
@@ -81,12 +84,12 @@ def list_entries(checkpoint: tf.train.Checkpoint, context: Context) -> list[Chec
                 found += [CheckpointEntry(key, spec, (0,), 0, partial(_read, v)) for spec, v in value.items()]
             elif variable is not None and context.variables.is_owner_of(variable):
                 who = context.variables.find_holders(variable, context)
-                # Read as ever, a variable of a stage would be sent first, which takes all ranks.
+                # TensorFlow's own read of a stage's variable would be collective.
                 read = value if len(who) == context.size else partial(context.variables.read_own_value, variable)
                 found.append(
                     CheckpointEntry(key, "", who, _count_bytes(variable.shape, variable.dtype), partial(_read, read))
                 )
-            else:  # Whatever no step has used may differ between ranks: the first one's counts.
+            else:  # a variable that no step has used may differ between ranks: the first one's value is saved
                 found.append(CheckpointEntry(key, "", (0,), 0, partial(_read, value)))
     text = graph.SerializeToString()
     found.append(CheckpointEntry(OBJECT_GRAPH_PROTO_KEY, "", (0,), 0, lambda rank: tf.constant(text)))
@@ -95,8 +98,13 @@ def list_entries(checkpoint: tf.train.Checkpoint, context: Context) -> list[Chec
 
 
 def choose_writers(entries: Sequence[CheckpointEntry], size: int) -> list[int]:
-    """Returns the rank that writes each entry, with balanced bytes: largest entry first, to the rank with the fewest
-    bytes.
+    """Returns the rank that writes each entry, so that all ranks write about as many bytes.
+
+    Entries that only one rank holds are assigned first; the others follow, largest first, each to the holder with the
+    fewest bytes so far.
+
+    Args:
+      size: number of ranks.
     """
     loads, writers = [0] * size, [0] * len(entries)
     order = sorted(range(len(entries)), key=lambda i: (len(entries[i].holders) > 1, -entries[i].size_bytes))
@@ -107,7 +115,7 @@ def choose_writers(entries: Sequence[CheckpointEntry], size: int) -> list[int]:
 
 
 def compute_digest(entries: Sequence[CheckpointEntry], writers: Sequence[int]) -> bytes:
-    """Returns a digest that differs if ranks would write different entries."""
+    """Returns a digest that is equal on all ranks if they have the same entries and writers."""
     text = "\n".join(f"{e.key}\t{e.spec}\t{rank}" for e, rank in zip(entries, writers))
     return hashlib.blake2b(text.encode(), digest_size=16).digest()
 
@@ -115,10 +123,10 @@ def compute_digest(entries: Sequence[CheckpointEntry], writers: Sequence[int]) -
 def read_snapshot(
     entries: Sequence[CheckpointEntry], writers: Sequence[int], rank: int
 ) -> list[tuple[str, str, tf.Tensor]]:
-    """Returns (key, spec, current values) of the entries that ``rank`` writes.
+    """Returns (key, spec, current value) of the entries that ``rank`` writes.
 
-    Later steps do not change these values: as long as they are referenced, TensorFlow updates a copy of the variable,
-    of one variable at a time.
+    Later steps do not change these values: while they are referenced, TensorFlow copies a variable before it updates
+    it.
     """
     values = ((e, e.read(rank)) for e, writer in zip(entries, writers) if writer == rank)
     return [(e.key, e.spec, value) for e, value in values if value is not None]
@@ -146,8 +154,8 @@ def _read_whole(initial: DeferredInitial, rank: int) -> tf.Tensor:
 
 
 def _read(value: Any, rank: int) -> tf.Tensor | None:
-    """Reads a value as TensorFlow serialises it: a tensor, or a function that returns one; None for variables without
-    value.
+    """Returns the tensor for a value that TensorFlow serialises as a tensor, a SaveSpec or a function; None for
+    variables without value.
     """
     with tf.device("/device:CPU:0"):
         if isinstance(value, SaveSpec):
@@ -158,7 +166,7 @@ def _read(value: Any, rank: int) -> tf.Tensor | None:
 
 
 def _read_random_state() -> str:
-    """Returns the states of this process as JSON."""
+    """Returns the random states of Python, NumPy and TensorFlow's global generator in this process, as JSON."""
     kind, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)  # type: ignore[misc]
     state: dict[str, Any] = {
         "python": random.getstate(),
@@ -171,7 +179,9 @@ def _read_random_state() -> str:
 
 
 def set_random_state(text: str) -> None:
-    """Restores states that ``_read_random_state`` returned, so that this process continues their streams."""
+    """Sets the random states of this process from the text that ``_read_random_state`` returned, so that their streams
+    continue from there.
+    """
     state = json.loads(text)
     version, keys, gauss = state["python"]
     random.setstate((version, tuple(keys), gauss))

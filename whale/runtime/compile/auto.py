@@ -1,8 +1,9 @@
 """Runs `auto_parallel`: rank 0 searches the fastest strategy for the first training step, and all ranks use it.
 
-This module measures, shares and logs; the search is `whale.planner.graph_search.search`, in which other ranks help.
-Later programs of the run use the same strategy, because they share its variables. Where its steps turn out to be far
-off their prediction, ``search_again`` finds another one, to which ``whale.runtime.function`` goes over.
+This module measures speeds, shares the result and logs it; the search itself is `whale.planner.graph_search.search`, in
+which other ranks help. Later programs of the run use the same strategy, because they share its variables. If measured
+steps turn out to be far off their prediction, ``search_again`` searches with corrected figures, and
+``whale.runtime.function`` changes to the strategy that it finds.
 """
 
 from __future__ import annotations
@@ -43,7 +44,11 @@ from whale.runtime.context import Context
 
 @dataclass(frozen=True, slots=True)
 class Applied:
-    """A program and the settings with which to plan it; ``plan``: its plan, if the search has made it already."""
+    """Holds a program after a strategy was applied, with the settings to plan it with.
+
+    Attributes:
+      plan: its plan, if the search has made it already; None: it must be made.
+    """
 
     program: Program
     settings: PlanSettings
@@ -59,14 +64,19 @@ def spread_program(
     options: Options,
     lends: bool = False,
 ) -> Applied:
-    """Returns the program and the settings with which to plan it; collective between processes.
+    """Chooses the run's strategy if there is none yet, and returns the program and settings with it applied; collective
+    between processes.
+
+    Returns them unchanged for one rank, for a program with scopes, and for programs before the first one that trains.
 
     Args:
+      program: normalised.
       settings: for all ranks, or for the ranks of a dry run.
       number: of the program in this run.
-      captured: the program as it was captured; None: its gradients are not marked, which recomputation needs.
-      options: describes settings with which the step would fit into a number of bytes per rank.
-      lends: ranks may lend their cores to the first one, once steps have run.
+      captured: the program as captured, with its gradients marked, to be normalised again with recomputation; None:
+        they are not marked, so nothing is recomputed.
+      options: describes settings with which the step would fit into a number of bytes per rank, for the error.
+      lends: whether ranks may lend their cores to the first one, once steps have run.
 
     Raises:
       PlanError: no strategy can run, or none fits into the ranks' memory.
@@ -83,7 +93,7 @@ def spread_program(
         else:
             chosen, made = _agree(program, settings, context, number, captured, options, lends)
             context.planning.auto = chosen
-    if made is not None and not settings.observer.is_on:  # passes run where they are watched
+    if made is not None and not settings.observer.is_on:  # an observer has to see the passes run
         return Applied(made.program, made.settings, made.plan)
     if (how := recompute_of(chosen.strategy)) and captured is not None and trains(program):
         settings = settings.but(memory__recompute=how)
@@ -92,22 +102,22 @@ def spread_program(
 
 
 def project_for_plan(program: Program, context: Context) -> Program:
-    """Returns a captured program with the scopes that the run's plan uses: a described model's plan replaces the
-    user's.
+    """Returns a captured program with the scopes that the run's plan uses: without the user's scopes, if a described
+    model's plan replaces them.
     """
     if context.planning.described is None or not has_scopes(program):
         return program
     if context.planning.auto is None and context.rank == 0:
-        log.info(
-            f"`{program.name}` is spread as {context.planning.described[1]} says, and not by the script's own scopes"
-        )
+        log.info(f"`{program.name}` follows the plan {context.planning.described[1]}, and not the script's own scopes")
     return drop_scopes(program)
 
 
 def _as_described(
     program: Program, settings: PlanSettings, context: Context, described: tuple[PlanFile, str]
 ) -> ChosenStrategy:
-    """Returns the strategy of a described model's plan; every rank derives the same one from the same program."""
+    """Returns the strategy of a described model's plan, bound to the layers of this program; every rank derives the
+    same one.
+    """
     plan, path = described
     strategy = bound(plan, program, settings, path, has_compute_device())
     if context.rank == 0:
@@ -124,9 +134,14 @@ def _agree(
     options: Options,
     lends: bool,
 ) -> tuple[ChosenStrategy, Made | None]:
-    """Returns rank 0's strategy on every rank; and its plan, on the rank that has predicted it."""
+    """Returns the strategy that rank 0 has found, now or in an earlier run, on every rank; collective between
+    processes.
+
+    Returns:
+      the strategy; and the plan made for it on ranks that have one from the search, else None.
+    """
     dry = context.planning.dry is not None
-    # Where speeds have changed within this run, the choice of an earlier run does not fit any more.
+    # If the ranks' speeds have changed within this run, the cached choice of an earlier run does not apply any more.
     changed = context.elastic is not None and context.elastic.divisions > 0
     kept = None if changed else _keep(program, settings, context, number)
     if kept is not None:
@@ -134,7 +149,7 @@ def _agree(
     environment = _environment(program, context, number, captured)
 
     def look(team: RankTeam | None = None) -> tuple[ChosenStrategy, Made]:
-        with log_while_running(f"looking for a way to spread `{program.name}` ({len(program.nodes)} operations)"):
+        with log_while_running(f"searching a strategy for `{program.name}` ({len(program.nodes)} operations)"):
             try:
                 found = best_way(program, settings, environment, context.config["pipeline.stages"], team=team)
             except DoesNotFitError as error:
@@ -142,26 +157,27 @@ def _agree(
                 raise
         _say(found.chosen, found.lines, not lends)
         context.planning.searched_all = found.is_whole
-        if found.is_whole and not changed:  # else a later run, on a machine that is less busy, may find a faster one
+        if found.is_whole and not changed:  # else a later run, with more time for the search, may find a faster one
             keep_strategy(program, context, settings, found.chosen)
         return found.chosen, found.made
 
     if dry or not context.has_other_processes:
         return look()
-    purpose = f"the search for a way to spread program {number}, `{program.name}` (rank 0 is planning)"
+    purpose = f"the search for a strategy for program {number}, `{program.name}` (rank 0 is planning)"
     return find_together(context, f"whale/auto/{number}", purpose, lambda: Plans(program, settings, environment), look)
 
 
 class SearchedAgain(msgspec.Struct, frozen=True):
-    """Holds what a search within a run has found, by figures under which present steps take what they took.
+    """Holds the result of a search within a run, made with figures that explain how long present steps took.
 
     Attributes:
-      chosen: the fastest strategy; the present one, with what its steps took, if none is predicted to be faster.
-      present_s: predicted seconds of a step of the present strategy; what it took, if that is chosen.
-      slower: how far off the figures of the ranks, and of exchanges, were.
+      chosen: the fastest strategy; the present one, with its measured step time, if none is predicted to be faster.
+      present_s: predicted seconds of a step of the present strategy; the measured ones if that is chosen.
+      slower: the factors by which the machine's figures were corrected, for computing and for exchanges.
       is_whole: whether there was time for every strategy.
-      least_bytes: the smallest memory limit of a rank; bytes_per_s: that the slowest rank exchanges.
-      took_s: seconds of the search.
+      least_bytes: the smallest memory limit of a rank.
+      bytes_per_s: rate of exchanges of the slowest rank.
+      took_s: seconds that the search took.
     """
 
     chosen: ChosenStrategy
@@ -182,14 +198,17 @@ def search_again(
     took: tuple[float, float],
     is_near: bool = False,
 ) -> SearchedAgain:
-    """Searches the fastest strategy for a program that runs, of which steps were measured; collective.
+    """Searches the fastest strategy anew for a program that runs and whose steps were measured; collective.
 
-    Speeds and links are measured again, and corrected by what steps took. Nothing of the run is changed.
+    Speeds and links are measured again, and corrected by what steps took. The run is not changed except for
+    ``planning.slower``.
 
     Args:
-      program, settings, captured: as of ``spread_program``, as if the program's variables did not lie anywhere yet.
-      took: seconds of a step, and of its exchanges without waits.
-      is_near: figures hold by and large: only what can be measured beside is compared, one rank on the cores of all.
+      program, settings, captured: as of ``spread_program``, with settings as if no variable had a layout yet.
+      number: of the program in this run.
+      took: measured seconds of a step, and of its exchanges without waits.
+      is_near: the prediction was about right, so the present strategy is only compared with one rank that computes on
+        the cores of all.
 
     Raises:
       PlanError: no strategy can run now, or the present one cannot be predicted.
@@ -197,8 +216,8 @@ def search_again(
     started_s, present = time.perf_counter(), context.planning.auto
     assert present is not None
     comm, key = context.comms[0], f"whale/auto/{number}/again"
-    purpose = f"another search for a way to spread program {number}, `{program.name}` (rank 0 is planning)"
-    # What was found to be slower before is, where a step tells nothing of it now.
+    purpose = f"another search for a strategy for program {number}, `{program.name}` (rank 0 is planning)"
+    # Corrections of earlier searches stay in force: the present steps may not reveal them again.
     before = context.planning.slower
     environment = _environment(program, context, number, captured, again=True)
     bytes_per_s = min(one.exchanged_bytes_per_s for one in environment.rates)  # as measured now, whatever prices it
@@ -216,7 +235,7 @@ def search_again(
             mine = b"E" + str(error).encode()
     said = comm.broadcast_bytes(f"{key}/slowdown", mine, 0, PLAN_TIMEOUT_S, purpose)
     if said.startswith(b"E"):
-        raise PlanError(f"rank 0 could not predict the present way: {said[1:].decode()}")
+        raise PlanError(f"rank 0 could not predict the present strategy: {said[1:].decode()}")
     now = msgspec.json.decode(said, type=Slowdown)
     environment = environment.slow_down(now)
     slower = context.planning.slower = Slowdown(before.computing * now.computing, before.exchanging * now.exchanging)
@@ -250,7 +269,15 @@ def _compare_with_lending(
     bytes_per_s: float,
     started_s: float,
 ) -> SearchedAgain:
-    """Returns the present strategy, or one rank on the cores of all if a step of it takes less; collective."""
+    """Returns the present strategy, or the one in which rank 0 computes on the cores of all ranks if its measured step
+    is faster; collective.
+
+    Args:
+      key: prefix of the messages' keys.
+      took_s: measured seconds of a step now.
+      bytes_per_s: rate of exchanges, for the result.
+      started_s: when the search began, by ``time.perf_counter``.
+    """
     present, mine = context.planning.auto, None
     assert present is not None
     if context.rank == 0:
@@ -266,14 +293,16 @@ def _compare_with_lending(
             mine = b"E" + str(error).encode()
     said = context.comms[0].broadcast_bytes(f"{key}/lending", mine, 0, PLAN_TIMEOUT_S)
     if said.startswith(b"E"):
-        raise PlanError(f"rank 0 could not compare the present way with another one: {said[1:].decode()}")
+        raise PlanError(f"rank 0 could not compare the present strategy with another one: {said[1:].decode()}")
     return msgspec.msgpack.decode(said, type=SearchedAgain)
 
 
 def _plans_of(
     chosen: ChosenStrategy, program: Program, settings: PlanSettings, environment: SearchEnvironment
 ) -> Plans:
-    """Returns what plans a program under a strategy that may compute activations again."""
+    """Returns a maker of plans for a program as ``chosen`` runs it: normalised again if that strategy recomputes
+    activations.
+    """
     if (how := recompute_of(chosen.strategy)) and environment.captured is not None:
         settings = settings.but(memory__recompute=how)
         program = normalise(environment.captured, settings)
@@ -283,10 +312,11 @@ def _plans_of(
 def _environment(
     program: Program, context: Context, number: int, captured: Program | None, again: bool = False
 ) -> SearchEnvironment:
-    """Returns the inputs of predictions: the ranks, or the target of a dry run; collective between processes.
+    """Returns the figures that predictions use, of the ranks or of a dry run's cluster; measures them if necessary.
+    Collective between processes.
 
     Args:
-      again: links are measured though they were already.
+      again: whether to measure links even if they were measured before.
     """
     size, dry, profile = context.planned_size, context.planning.dry, _profile(context)
     if dry is not None and dry.cluster is not None and profile is None:
@@ -302,10 +332,11 @@ def _environment(
 def _measured_topology(context: Context, again: bool) -> Topology | None:
     """Returns the hosts with their links, measured when first asked for; None: one figure holds for all exchanges.
 
-    Collective between processes. Where two hosts have a rank each, all exchanges are over the one link between them.
+    Collective between processes. If there are two hosts with one rank each, all exchanges use the same link, so None is
+    returned.
 
     Args:
-      again: they are measured now; ranks stay laid on the mesh by what was found before.
+      again: whether to measure the links now in any case; the ranks' places on the mesh stay as they were found before.
     """
     found = context.topology
     if found is None or not context.has_other_processes or context.planning.dry is not None:
@@ -321,8 +352,8 @@ def _measured_topology(context: Context, again: bool) -> Topology | None:
 
 
 def _keep(program: Program, settings: PlanSettings, context: Context, number: int) -> ChosenStrategy | None:
-    """Returns rank 0's strategy from an earlier run, on every rank; None: there is none. Collective between
-    processes.
+    """Returns the strategy that rank 0 has cached in an earlier run, on every rank; None: there is none. Collective
+    between processes.
     """
     chosen = None
     know_machines(context)
@@ -342,7 +373,7 @@ def _keep(program: Program, settings: PlanSettings, context: Context, number: in
 
 
 def say_kept(chosen: ChosenStrategy) -> None:
-    """Logs the strategy from an earlier run; for the first rank."""
+    """Logs that the strategy of an earlier run is used; called on the first rank."""
     _say(chosen, [f"{chosen.strategy.name}, predicted {1e3 * chosen.step_s:.2f} ms a step (as in an earlier run)"])
 
 
@@ -358,9 +389,11 @@ def _say(chosen: ChosenStrategy, lines: list[str], advises: bool = False) -> Non
 
 
 def _profile(context: Context) -> MachineProfile | None:
-    """Reads the profile that `mesh.profile` names, if any; its ranks were on as many hosts as this run's are.
+    """Reads the profile that `mesh.profile` names; None: none is named, or it tells only links between hosts that ranks
+    share, which this run measures itself.
 
-    Of ranks that share hosts, it tells the links between these, which the run knows by now: they are measured beside.
+    Raises:
+      ClusterError: the profile cannot be read, or was measured on another number of hosts than the ranks are on.
     """
     path = context.config["mesh.profile"]
     if not path:

@@ -1,4 +1,5 @@
-"""Compiles a captured program: normalises it, plans it, and creates the programs of this process's ranks.
+"""Compiles a captured program: normalises it, plans it, and creates the programs of this process's ranks
+(``compile_program``).
 
 Collective between processes.
 """
@@ -51,22 +52,23 @@ from whale.runtime.compile.tensorflow_functions import LoweredFunction, communic
 from whale.runtime.context import Context
 from whale.runtime.scopes import find_micro_batches
 
-# Names under which XLA's kernels are registered beside those of devices.
+# Device types under which TensorFlow registers XLA's kernels: for CPUs, and for GPUs (True).
 _COMPILES_FOR = {False: "XLA_CPU_JIT", True: "XLA_GPU_JIT"}
 
 
 @dataclass(frozen=True)
 class Compiled:
-    """A program that is ready to be lowered to TensorFlow.
+    """Holds a program that is ready to be lowered to TensorFlow functions.
 
     Attributes:
       plan: agreed on by all ranks.
-      program: normalised, expanded; the plan refers to it.
+      program: normalised and expanded; the plan refers to its nodes.
       ranks: one program for each rank of this process.
       number: of the program in this run, equal on all ranks.
-      seconds: of each phase of compilation.
-      whole: message about a program that is not divided; on_device: about tables that are not in the host's memory.
-      most_bytes: predicted peak memory of a rank of this process.
+      seconds: phase of compilation -> its seconds.
+      whole: warning that the program is not divided; "": it is, or that was said before.
+      on_device: message about embedding tables that are not kept in the host's memory; "": none.
+      most_bytes: predicted peak memory of the rank of this process with most.
     """
 
     plan: Plan
@@ -80,7 +82,7 @@ class Compiled:
 
     @cached_property
     def kinds(self) -> dict[str, str]:
-        """Maps handle nodes to parameters, optimizer state or buffers."""
+        """Maps the handle node of each variable to its kind: "parameters", optimizer state or buffers."""
         return variable_kinds(self.program)
 
 
@@ -94,15 +96,16 @@ def compile_program(
     in_files: Collection[str] = (),
     whole: bool = False,
 ) -> Compiled:
-    """Normalises, compares between ranks, plans on rank 0, and creates this process's rank programs.
+    """Normalises a captured program, compares it between ranks, plans it on rank 0, and creates this process's rank
+    programs.
 
     Args:
-      local: inputs of which this rank gets its own rows only, with the rows of every rank.
-      variables: layouts of variables that earlier programs have fixed, by handle node.
-      marked: captures the program with its gradients marked; None: it cannot.
-      movable: variables may get another layout before the program runs.
-      in_files: variables that take no memory, by handle node.
-      whole: every rank computes the whole batch, whose sizes the program does not know.
+      local: inputs of which this rank gets its own rows only -> the rows of every rank.
+      variables: handle node -> layout of the variables that earlier programs have fixed.
+      marked: captures the program with its gradients marked, which recomputation needs; None: it cannot be captured so.
+      movable: whether variables may get another layout before the program runs.
+      in_files: handle nodes of variables in files, which take no memory.
+      whole: whether every rank computes the whole batch, whose sizes the program does not know.
 
     Raises:
       ProgramError: the ranks are about to run different programs; names the rank and the first difference.
@@ -112,7 +115,7 @@ def compile_program(
     number, context.programs = context.programs, context.programs + 1
     clock = _Clock(context)
     if context.planning.dry is not None and context.planning.dry.passes is not None:
-        context.planning.dry.passes.runs.clear()  # those of programs before, which are not what is planned
+        context.planning.dry.passes.runs.clear()  # drops records of earlier programs, which are not what is planned
     settings = _settings(program, context, variables)
     if whole:
         settings = settings.but(batch__inputs=())
@@ -125,7 +128,7 @@ def compile_program(
     # Recomputation needs the marks of gradients, which steps that can be captured with them have under auto_parallel.
     recomputable = captured if marked is not None else None
     if context.planning.dry is not None:
-        alone = settings.but(observer=PassObserver())  # what runs is not what is planned, nor watched
+        alone = settings.but(observer=PassObserver())  # the program that runs on one rank is not observed
         settings = settings.but(size=context.planning.dry.size, batch__local=local)
         _show(normalise(captured, settings), context, settings, number, recomputable, options)
         settings = alone
@@ -140,7 +143,7 @@ def compile_program(
     if context.planning.dry is None:
         if movable and context.planning.auto is None:  # the search covers programs without stages, too
             settings = settings.but(split__tiles=tiles_that_fit(program, settings))
-        # A session runs parts of a graph, which no call of ours holds.
+        # A session runs parts of a graph outside of Whale's own calls, and only these can run on lent cores.
         spread = _spread(program, settings, context, number, recomputable, options, lends=not movable)
         program, settings, made = spread.program, spread.settings, spread.plan
         if movable:
@@ -161,14 +164,14 @@ def compile_program(
     _tell_of_backend(lowered[0], plan, settings, context)
     _tell_of_micro_batches(plan, settings, context)
     clock.lap("partition")
-    settings = settings.but(fuse__declined=plan.declined)  # as the first rank measured, on all of them
+    settings = settings.but(fuse__declined=plan.declined)  # all ranks leave out what rank 0 has measured as slower
     if context.planning.kernels is not None:
         context.planning.kernels.note_program(lowered[0], settings)
     xla = _find_xla(lowered, settings.fuse, context)
     with suspend_garbage_collection():
         elastic = context.elastic is not None
         running = substitute_kernels(lowered, settings, elastic, xla)
-        predicted = settings.but(observer=PassObserver())  # what runs is watched
+        predicted = settings.but(observer=PassObserver())  # the observer sees only the program that runs
         lowered = running if xla is None else substitute_kernels(lowered, predicted, elastic)
     if settings.fuse != FuseSettings():
         clock.lap("fuse")
@@ -199,11 +202,12 @@ def search_again(
     took: tuple[float, float],
     is_near: bool,
 ) -> SearchedAgain:
-    """Searches another strategy for a captured program that runs, of which steps were measured; collective.
+    """Searches another strategy for a captured program that runs and whose steps were measured; collective.
 
     Args:
-      program, local, whole: as of ``compile_program``; number: of the program in this run.
-      given: layouts that the script sets for variables, by handle node.
+      program, local, whole: as of ``compile_program``.
+      number: of the program in this run.
+      given: handle node -> layout that the script sets for a variable.
       took, is_near: as of ``whale.runtime.compile.auto.search_again``.
 
     Raises:
@@ -217,7 +221,9 @@ def search_again(
 
 
 def _tell_if_whole(program: Program, plan: Plan, context: Context) -> str:
-    """Logs once, on the first rank, that a program is not divided, unless `auto_parallel` found that to be faster."""
+    """Warns once, on the first rank, that a program is not divided, and returns the text; "" if it is, or if
+    `auto_parallel` chose that as faster.
+    """
     if context.planning.dry is not None or context.rank != 0 or plan.program in context.reports.whole:
         return ""
     chosen = context.planning.auto is not None and context.planning.auto.strategy.replicated
@@ -229,7 +235,9 @@ def _tell_if_whole(program: Program, plan: Plan, context: Context) -> str:
 
 
 def _tell_of_wide_weights(program: Program, plan: Plan, context: Context) -> None:
-    """Logs once, on the first rank, which weights would better be divided, unless that was decided by prediction."""
+    """Logs once, on the first rank, which weights would better be sharded; not if a search or a saved plan has decided
+    about them.
+    """
     decided = context.planning.auto is not None or context.planning.saved is not None
     if context.planning.dry is not None or context.rank != 0 or decided or plan.program in context.reports.wide:
         return
@@ -239,12 +247,16 @@ def _tell_of_wide_weights(program: Program, plan: Plan, context: Context) -> Non
 
 
 def _tell_of_tables(program: Program, plan: Plan, settings: PlanSettings, context: Context) -> str:
-    """Logs once, on the first rank, which tables are not kept in the host's memory, and which op needs all of one."""
+    """Logs once, on the first rank, which embedding tables are not kept in the host's memory, and which op needs all
+    rows of each; returns the text or "".
+    """
     if settings.memory.offload != TABLES or context.planning.dry is not None or context.rank != 0:
         return ""
     left = not_by_rows(program, plan.offloaded)
     why = "; ".join(f"{name}, for {op}" for name, op in left.items())
-    text = f'`{plan.program}` needs all of what memory.offload="{TABLES}" would keep in the host\'s memory: {why}'
+    text = (
+        f'`{plan.program}` reads all rows of tables, so memory.offload="{TABLES}" does not move them to the host: {why}'
+    )
     if not left or text in context.reports.on_device:
         return ""
     context.reports.on_device.add(text)
@@ -253,7 +265,9 @@ def _tell_of_tables(program: Program, plan: Plan, settings: PlanSettings, contex
 
 
 def _tell_of_backend(program: Program, plan: Plan, settings: PlanSettings, context: Context) -> None:
-    """Logs on the first rank which exchanges the backend leaves to Whale, or to the host."""
+    """Logs on the first rank which exchanges the communication backend (Horovod, NCCL) leaves to Whale, or to
+    the host.
+    """
     backend = settings.exchange.backend
     if context.rank != 0 or context.planning.dry is not None:
         return
@@ -261,8 +275,8 @@ def _tell_of_backend(program: Program, plan: Plan, settings: PlanSettings, conte
         sums = [n.op for g in (program, *program.functions.values()) for n in g.nodes if n.op in ALL_REDUCES]
         given = sum(op != ALL_REDUCE for op in sums)
         log.info(
-            f'communication.backend="horovod" carries out the sums over all ranks: {given} of {len(sums)} of '
-            f"`{plan.program}`; Whale those over some ranks"
+            f'communication.backend="horovod" carries out {given} of {len(sums)} all-reduces of `{plan.program}`, '
+            "those over all ranks; Whale carries out those over some ranks"
         )
     if backend in DEVICE_BACKENDS and (left := list(host_exchanges(program))):
         shown = f"{len(left)} exchange{'s' * (len(left) != 1)} of `{plan.program}` through the host"
@@ -270,19 +284,19 @@ def _tell_of_backend(program: Program, plan: Plan, settings: PlanSettings, conte
 
 
 def _tell_of_micro_batches(plan: Plan, settings: PlanSettings, context: Context) -> None:
-    """Logs on the first rank that a step has more micro-batches than configured."""
+    """Logs on the first rank that a step runs in more micro-batches than configured, and why."""
     asked = settings.time.micro_batches
     if context.rank == 0 and context.planning.dry is None and plan.micro_batches > asked:
         cut = {b.name: b.placement for b in plan.batch_inputs if isinstance(b.placement, Shard)}
         rows = ", ".join(f"{p.extent} of {name}" for name, p in cut.items())
         log.info(
-            f"`{plan.program}` runs in {plan.micro_batches} micro-batches, not {asked}: scopes that bring rows "
-            f"together, and stages of unequal numbers of ranks, have as many rows in each (in all {rows})"
+            f"`{plan.program}` runs in {plan.micro_batches} micro-batches, not {asked}: scopes that gather rows, and "
+            f"stages of unequal numbers of ranks, need as many rows in each micro-batch (in all {rows})"
         )
 
 
 class _Clock:
-    """Measures the phases of compilation: seconds of each, and an event of the trace."""
+    """Measures the seconds of each phase of compilation, and writes the phases to the trace."""
 
     def __init__(self, context: Context) -> None:
         self.seconds: dict[str, float] = {}
@@ -298,7 +312,9 @@ class _Clock:
 
 
 def _settings(program: Program, context: Context, variables: Mapping[str, Tiles]) -> PlanSettings:
-    """Returns the settings with which to plan the program."""
+    """Returns the run's planner settings with the program's number of micro-batches and the given layouts of
+    variables.
+    """
     found = settings_of(context).but(split__tiles=variables)
     return found.but(time__micro_batches=micro_batches_of(program, context))
 
@@ -307,7 +323,7 @@ def micro_batches_of(program: Program, context: Context) -> int:
     """Returns the number of micro-batches into which a program cuts each rank's rows.
 
     Raises:
-      PlanError: it asks for several numbers.
+      PlanError: the program asks for several numbers.
     """
     # A step that is traced while a pipeline is entered belongs to it as well.
     return find_micro_batches(context, list_paths(program).union(context.scoping.scopes[-1:]))
@@ -322,7 +338,9 @@ def _spread(
     options: Options,
     lends: bool = False,
 ) -> Applied:
-    """Returns the program and its settings after `auto_parallel`, or the plan of a described model, was applied."""
+    """Returns the program and settings with the strategy of `auto_parallel` or of a described model applied; unchanged
+    if the run has neither.
+    """
     if (
         not context.config["mesh.auto_parallel"]
         and context.planning.auto is None
@@ -335,7 +353,9 @@ def _spread(
 def _show(
     program: Program, context: Context, settings: PlanSettings, number: int, captured: Program | None, options: Options
 ) -> None:
-    """Plans for the ranks of a dry run, and gives it the plan; the program that runs is planned for one rank."""
+    """Plans a program for the ranks of a dry run, and passes the plan to the dry run; what runs is planned separately,
+    for one rank.
+    """
     assert context.planning.dry is not None
     spread = _spread(program, settings, context, number, captured, options)
     program, settings = spread.program, spread.settings
@@ -348,7 +368,7 @@ def _show(
 
 
 def _remember(lowered: Sequence[Program], plan: Plan, context: Context) -> None:
-    """Records the information that `wh.memory_report` needs about the program."""
+    """Records the figures that `wh.memory_report` shows about the program."""
     first = lowered[0]
     context.reports.predicted[plan.program] = cache(lambda: step_bytes(first, context.rank, context.size))
     if plan.offloaded:
@@ -359,7 +379,13 @@ def _remember(lowered: Sequence[Program], plan: Plan, context: Context) -> None:
 def ready_step(
     compiled: Compiled, function: LoweredFunction, uses: dict[str, VariableUse], context: Context, inputs: str
 ) -> Ready:
-    """Returns the parts of a compiled program that are called, and cached for later runs."""
+    """Returns what is needed to call a compiled program, in the form that is cached for later runs.
+
+    Args:
+      function: the lowered functions.
+      uses: handle node -> how the step uses a variable that not all ranks hold alike.
+      inputs: describes the inputs in words.
+    """
     plan, program = compiled.plan, compiled.program
     chosen = context.planning.auto
     return Ready(
@@ -395,8 +421,11 @@ def bytes_under(
     variables: Mapping[str, Tiles],
     in_files: Collection[str],
 ) -> dict[str, int]:
-    """Returns, by category, the bytes that the step of a captured program needs on this process's first rank; not
-    collective.
+    """Returns, by category, the predicted bytes of a captured program's step under ``plan``, on this process's first
+    rank; not collective.
+
+    Args:
+      local, variables, in_files: as of ``compile_program``.
     """
     settings = _settings(program, context, variables).but(observer=PassObserver())
     captured, program = program, normalise(program, settings)
@@ -409,15 +438,15 @@ def bytes_under(
 
 
 def compile_alone(program: Program, context: Context) -> Program:
-    """Compiles a program for one rank alone; not collective."""
+    """Compiles a program for one rank, without exchanges and without fused kernels; not collective."""
     settings = settings_of(context).but(fuse=FuseSettings())
     return prepare_for_run([normalise(program, settings)], settings, on_gpu=has_gpu())[0]
 
 
 def _find_xla(programs: Iterable[Program], fuse: FuseSettings, context: Context) -> XlaKernels | None:
-    """Returns XLA's kernels if it is to compile parts of ranks' programs; else None.
+    """Returns XLA's kernels if XLA is to compile parts of these programs (``jit_compile=True``); else None.
 
-    Where TensorFlow has no XLA for the device, the first rank logs that once.
+    If TensorFlow has no XLA for the device, the first rank logs that once.
     """
     graphs = (graph for one in programs for graph in (one, *one.functions.values()))
     if not fuse.xla or not any(node.marks.compiled for graph in graphs for node in graph.nodes):
@@ -426,17 +455,19 @@ def _find_xla(programs: Iterable[Program], fuse: FuseSettings, context: Context)
     if (found := read_xla_kernels(on_gpu)) is None and context.rank == 0 and not context.reports.without_xla:
         context.reports.without_xla = True
         device = "GPUs" if on_gpu else "processors"
-        log.info(f"TensorFlow has no XLA for {device} here: what has jit_compile=True runs without")
+        log.info(f"TensorFlow has no XLA for {device} here: functions with jit_compile=True run without XLA")
     return found
 
 
 @cache
 def read_xla_kernels(on_gpu: bool) -> XlaKernels | None:
-    """Returns XLA's kernels for a kind of device as TensorFlow registers them; None: it is built without XLA for it."""
+    """Returns the ops and dtypes for which TensorFlow registers XLA kernels on a kind of device; None: it is built
+    without XLA for it.
+    """
     import tensorflow as tf
     from tensorflow.python.framework.kernels import get_all_registered_kernels
 
-    with tf.init_scope():  # the passes over the first function have XLA register its kernels
+    with tf.init_scope():  # XLA registers its kernels when TensorFlow optimises a first function
         tf.function(lambda: tf.constant(0.0), autograph=False)()
     names: dict[int, str] = {}
 

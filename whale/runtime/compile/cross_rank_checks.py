@@ -1,5 +1,8 @@
 """Checks, before a program runs, that all ranks have the same one, and sends them rank 0's plan.
 
+compare_programs    compares fingerprints of the program, and names the first difference
+agree_on_plan       plans on rank 0, and broadcasts the plan or the error
+
 Decisions: 0021, 0178.
 """
 
@@ -27,9 +30,12 @@ from whale.runtime.variables.compared import make_sketch
 
 
 class _Mark(msgspec.Struct):
-    """A rank's message before it compiles: its next program, and that it compiled the earlier ones.
+    """Represents what a rank tells the others about the program that it is about to compile.
 
-    ``local`` are the inputs of which it passes its own rows only, with the rows of every rank.
+    Attributes:
+      name: of the program.
+      fingerprint: of the normalised program.
+      local: inputs of which the rank passes its own rows only -> the rows of every rank.
     """
 
     name: str
@@ -38,9 +44,15 @@ class _Mark(msgspec.Struct):
 
 
 def compare_programs(program: Program, local: Mapping[str, tuple[int, ...]], number: int, context: Context) -> None:
-    """Checks that every rank has the same program, with its batch passed in the same way; collective between processes.
+    """Raises an error unless every rank has the same program, with its batch passed in the same way; collective between
+    processes.
 
-    Where ranks may round otherwise, constants may differ by that, as of numpy.exp on processors of other widths.
+    If ranks may round differently, constants may differ in their last bits, such as results of numpy.exp on processors
+    with other vector widths.
+
+    Args:
+      local: inputs of which this rank passes its own rows only -> the rows of every rank.
+      number: of the program in this run.
 
     Raises:
       ProgramError: the ranks are about to run different programs; names the rank and the first difference.
@@ -96,7 +108,11 @@ def compare_programs(program: Program, local: Mapping[str, tuple[int, ...]], num
 
 
 class _Constant(msgspec.Struct):
-    """A constant that ranks have in other bits."""
+    """Represents a rank's value of a constant that differs between ranks bit for bit.
+
+    Attributes:
+      sketch: sums by which values that differ by rounding are recognised; None: the dtype does not round.
+    """
 
     dtype: str
     shape: tuple[int, ...]
@@ -106,10 +122,10 @@ class _Constant(msgspec.Struct):
 def _differ_in_rounded_constants(
     program: Program, said: Sequence[Sequence[tuple[str, str, str]]], number: int, context: Context
 ) -> bool:
-    """Tells whether the ranks' programs are equal but for the last bits of constants; collective.
+    """Returns True if the ranks' programs are equal except for the last bits of constants; collective.
 
     Args:
-      said: the rows of every rank's program.
+      said: for every rank, the (node, digest, types) rows of its program.
     """
     known = list_constants(program)
     differing = {row[0] for other in said for row, first in zip(other, said[0]) if row != first}
@@ -137,8 +153,8 @@ def _differ_in_rounded_constants(
 
 
 def _cause(nodes: Sequence[str], context: Context) -> str:
-    """Returns the likely reason why two ranks' nodes, "name (op)" each, differ; "": probably the shapes of the
-    arguments.
+    """Returns the likely reason why two ranks' nodes, given as "name (op)", differ; "": probably the arguments' shapes,
+    which the error shows.
     """
     if nodes[0] != nodes[1]:
         return describe_likely_cause(context, names=True)
@@ -150,10 +166,11 @@ def _pass_mark(mark: _Mark) -> str:
 
 
 def check_all_take(mark: str, name: str, inputs: str, context: Context) -> bool:
-    """Tells whether every rank has cached the next program from the same joint lowering; collective between processes.
+    """Returns True if every rank has cached the next program, all from the same joint compilation; collective between
+    processes.
 
     Args:
-      mark: identifies this rank's cached program; "": none.
+      mark: identifies the compilation of this rank's cached program (``Ready.agreed``); "": it has none.
       name, inputs: of the program.
 
     Raises:
@@ -170,7 +187,7 @@ def check_all_take(mark: str, name: str, inputs: str, context: Context) -> bool:
 
 
 def _purpose(name: str, inputs: str, number: int, before: str) -> str:
-    """Describes the program that a rank is about to compile, for the errors of ranks that do something else."""
+    """Describes the program that a rank is about to compile, for the errors of ranks that make another call."""
     known = f", which was compiled for ({before}) before" if before else ""
     return f"the compilation of program {number}, `{name}` ({inputs}){known}"
 
@@ -180,13 +197,14 @@ def _inputs(program: Program) -> str:
 
 
 def make_plan(program: Program, context: Context, settings: PlanSettings, made: Plan | None = None) -> Plan:
-    """Returns the saved plan if it is for this program, else the cached plan of an earlier run, else a new one.
+    """Returns the plan for a program: the saved one if it is for this program, else one cached by an earlier run, else
+    a new one.
 
     Args:
-      made: the new plan, if made already.
+      made: the new plan, if a search has made it already.
 
     Raises:
-      PlanError: the saved plan is not legal for the program, or none can be made.
+      PlanError: the saved plan is not legal for the program, or no plan can be made.
     """
     saved = context.planning.saved.find_plan(program, settings) if context.planning.saved is not None else None
     if context.planning.saved is None or saved is None:
@@ -205,10 +223,10 @@ def make_plan(program: Program, context: Context, settings: PlanSettings, made: 
 def agree_on_plan(
     program: Program, number: int, context: Context, settings: PlanSettings, made: Plan | None = None
 ) -> Plan:
-    """Returns rank 0's plan on every rank; if planning fails there, raises the same error on every rank.
+    """Makes a plan on rank 0 and returns it on every rank; if planning fails there, raises the error on every rank.
 
     Args:
-      made: see `make_plan`.
+      made: as of ``make_plan``.
     """
     if not context.has_other_processes:
         return make_plan(program, context, settings, made)

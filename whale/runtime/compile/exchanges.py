@@ -1,7 +1,7 @@
-"""Checks that all ranks of a group have each exchange, in the same phase of the step.
+"""Checks that all ranks of a group have each exchange in the same phase of the step.
 
-If a rank waits for an exchange in its forward pass, and the others reach it in their backward pass only, they deadlock
-if the others first need data from that rank. So the phases are compared before the first step.
+If one rank waits for an exchange in its forward pass, and the others reach it only in their backward pass, they
+deadlock as soon as the others need data from that rank first. So the phases are compared before the first step.
 """
 
 from __future__ import annotations
@@ -25,10 +25,14 @@ Phases = Mapping[str, tuple[Sequence[int], Mapping[str, int]]]
 
 
 def compare_exchanges(programs: Sequence[Program], plan: Plan, number: int, context: Context) -> None:
-    """Checks that all ranks of each exchange have it in the same phases; collective between processes.
+    """Raises an error unless all ranks of each exchange have it in the same phases; collective between processes.
+
+    Args:
+      programs: of this process's ranks.
+      number: of the program in this run.
 
     Raises:
-      PlanError: some ranks have it in another phase.
+      PlanError: some ranks have an exchange in another phase.
       CommError: a rank does not take part.
     """
     if plan.micro_batches == 1 and plan.inner is None:
@@ -45,10 +49,14 @@ def compare_exchanges(programs: Sequence[Program], plan: Plan, number: int, cont
 
 
 def phases_of_exchanges(program: Program, stages: bool) -> dict[str, tuple[list[int], dict[str, int]]]:
-    """Maps the key of each exchange of a rank's program to its ranks, and its count in each phase ("": in no phase).
+    """Maps the key of each exchange of a rank's program to its ranks and its phases.
 
     Args:
-      stages: whether there are stages. Their sends have phases of their own, for each receiving stage.
+      stages: whether the program has pipeline stages. Their sends and receives are left out, as each receiving stage
+        has phases of its own for them.
+
+    Returns:
+      key -> (ranks, phase -> number of micro-batches); the phase "" is the main graph.
     """
     found: dict[str, tuple[list[int], dict[str, int]]] = {}
 
@@ -79,7 +87,7 @@ def phases_of_exchanges(program: Program, stages: bool) -> dict[str, tuple[list[
 
 
 def _find_sends_behind(program: Program, calls: Sequence[Node]) -> list[Node]:
-    """Returns the sends that wait for some calls."""
+    """Returns the sends that run after one of ``calls``, because they depend on its results."""
     late = {node.name for node in calls}
     for node in program.nodes:
         if not late.isdisjoint([*(r.node for r in node.inputs), *node.controls]):
@@ -88,7 +96,7 @@ def _find_sends_behind(program: Program, calls: Sequence[Node]) -> list[Node]:
 
 
 def _ahead(program: Program, calls: Sequence[Node]) -> list[Node]:
-    """Returns the receives that some calls wait for."""
+    """Returns the receives that run before one of ``calls``, because it depends on them."""
     stack, early = list(calls), set[str]()
     while stack:
         node = stack.pop()
@@ -100,7 +108,11 @@ def _ahead(program: Program, calls: Sequence[Node]) -> list[Node]:
 
 
 def refuse_unlike_phases(found: Mapping[int, Phases]) -> None:
-    """Raises PlanError if ranks have an exchange in different phases, or some ranks do not have it."""
+    """Raises PlanError if ranks have an exchange in different phases, or some of its ranks do not have it.
+
+    Args:
+      found: rank -> its exchanges, as of ``phases_of_exchanges``.
+    """
     seen: set[str] = set()
     for rank, phases in found.items():
         for key, (ranks, counts) in phases.items():
@@ -116,13 +128,13 @@ def refuse_unlike_phases(found: Mapping[int, Phases]) -> None:
                     op=key,
                     given=f"rank {rank} has it in {_text(counts)}, rank {other} in {_text(theirs)}",
                     expected="the same phase on every rank",
-                    action="set pipeline.micro_batches=1, or leave out the axis whose ranks these are",
+                    action="set pipeline.micro_batches=1, or leave out the mesh axis over which these ranks exchange",
                 )
 
 
 def _meet(counts: Mapping[str, int], theirs: Mapping[str, int]) -> bool:
-    """Tells whether two ranks have an exchange in the same phase, or outside of micro-batches where neither blocks the
-    other.
+    """Returns True if two ranks have an exchange in the same phases, or both outside of micro-batches where neither
+    blocks the other.
     """
     if {*counts, *theirs} <= {"", BEFORE, AFTER} and counts and theirs:
         return {*counts, *theirs} != {BEFORE, AFTER}

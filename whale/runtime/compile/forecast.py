@@ -1,10 +1,11 @@
-"""Compares what steps take with what `auto_parallel` predicted when it chose how to spread them, and plans anew.
+"""Compares what steps take with what `auto_parallel` predicted, and searches anew if the prediction was far off.
 
-All ranks compare, after the same steps. Where these are far off, one way or the other, as under another profile, on
-another link, or beside other programs, the search is asked again with figures that explain what was measured. What it
-finds is kept for later runs; this run goes over to it as soon as that saves more than it takes, if as many steps come
-as there were. The first rank says so in one line. Where steps are near their prediction, and ranks may lend the first
-one their cores, a step of one rank on the cores of all is measured beside, once steps have taken as long as that will.
+All ranks compare after the same steps. If steps are much slower or faster than predicted, as under another profile, on
+another link, or beside other programs, the search is repeated with figures that explain what was measured. Its result
+is cached for later runs. This run changes to it as soon as that saves more than it costs, assuming that as many steps
+are still to come as there were. The first rank logs this in one line. If steps are near their prediction, and ranks may
+lend the first one their cores, a step of one rank on the cores of all is measured for comparison, once steps have taken
+as long as that measurement will.
 
 Decisions: 0185, 0199, 0200.
 """
@@ -30,24 +31,25 @@ from whale_ops import Communicator
 from whale_ops.communicator import NO_EXCHANGES
 
 _T = TypeVar("_T")
-# So many steps are looked at, after the first ones, which compile and fault memory in. Steps are far off if they take
-# so many times as long as predicted, or the prediction as they do, and so much longer.
+# STEPS steps are measured after the FIRST ones, which compile and touch memory for the first time. Steps are far off
+# their prediction if the two differ by more than a factor of FAR and by more than FAR_S seconds.
 FIRST, STEPS = 4, 8
 FAR, FAR_S = 2.0, 2e-3
-# What measuring a step of one rank on the cores of all takes at most, by and large: so long, and so many first steps.
+# About the most that measuring a step of one rank on the cores of all takes: LENDING_S and LENDING_STEPS first steps.
 LENDING_S, LENDING_STEPS = 1.0, 2.0
-MOST_MOVES = 3  # of a run to another strategy: what is measured may change as often as it likes
+MOST_MOVES = 3  # changes of a run to another strategy, so that unsteady measurements cannot make it change for ever
 PURPOSE = "comparing steps with their prediction"
 
 
 @dataclass(frozen=True, slots=True)
 class StepTimes:
-    """Holds what a rank has measured of the steps that are looked at.
+    """Holds what one rank has measured of the steps that are looked at.
 
     Attributes:
-      step_s: their median; first_s: seconds of the first step of all, which prepares the others.
-      exchanges_s: key of an exchange -> its seconds in a step, the waits for other ranks among them.
-      sent_bytes: by this rank in a step.
+      step_s: median seconds of a step.
+      first_s: seconds of the very first step, which includes preparations.
+      exchanges_s: key of an exchange -> its seconds in a step, including waits for other ranks.
+      sent_bytes: bytes that this rank sends in a step.
     """
 
     step_s: float
@@ -58,12 +60,13 @@ class StepTimes:
 
 @dataclass(frozen=True, slots=True)
 class StepsTook:
-    """The same of all ranks.
+    """Holds what all ranks together have measured of these steps.
 
     Attributes:
-      step_s: of a step on the rank that waits least, or where nothing is exchanged on the slowest.
-      first_s: of the first step on the slowest.
-      exchanges_s: of the exchanges of the rank with most, without waits: as long as on the rank where each is shortest.
+      step_s: seconds of a step on the rank that waits least; on the slowest rank if nothing is exchanged.
+      first_s: seconds of the very first step, on the slowest rank.
+      exchanges_s: seconds of the exchanges of one rank in a step without waits: each counts as on the rank where it is
+        shortest, for the rank with the largest sum.
     """
 
     step_s: float
@@ -72,7 +75,7 @@ class StepsTook:
 
     @classmethod
     def agree(cls, said: Sequence[StepTimes]) -> StepsTook:
-        """Returns what ranks have measured together."""
+        """Combines what each rank has measured."""
         shortest: dict[str, float] = {}
         for one in said:
             for key, seconds in one.exchanges_s.items():
@@ -83,34 +86,40 @@ class StepsTook:
 
 
 def find_step_s(said: Sequence[tuple[float, bool]]) -> float:
-    """Returns the seconds of a step of all ranks, of what each measured, and whether it exchanges anything.
+    """Returns the seconds of a step of all ranks together.
 
-    A rank whose input comes late begins late, and others wait for it in their first exchange.
+    A rank whose input comes late starts late, and others wait for it in their first exchange; so the shortest step
+    counts, or the longest if nothing is exchanged.
+
+    Args:
+      said: for each rank, its seconds of a step, and whether the step exchanges anything.
     """
     return (min if any(exchanges for _, exchanges in said) else max)(step_s for step_s, _ in said)
 
 
 def is_far(step_s: float, predicted_s: float, far: float = FAR) -> bool:
-    """Tells whether steps took much more time than predicted, or much less."""
+    """Returns True if steps took more than ``far`` times as long as predicted or the reverse, and differ by more than
+    FAR_S seconds.
+    """
     longer, shorter = max(step_s, predicted_s), min(step_s, predicted_s)
     return longer > far * shorter and longer - shorter > FAR_S
 
 
 @dataclass
 class StepForecast:
-    """The prediction for one program of a run; on every rank.
+    """Holds the prediction for one program of a run, and compares its steps with it; there is one on every rank.
 
     Attributes:
       number: of the program in this run.
       step_s: predicted seconds of a step.
-      comm: of the ranks.
-      search: searches again, by what steps took, or only compares with a step of one rank on the cores of all (`near`);
-        None: the way was given, or there were searches enough.
-      correct: makes later runs take another strategy; None: look anew.
-      moving_s: returns the seconds that variables take to go over to another strategy; infinite where they cannot, with
-        the reason.
-      may_lend: ranks may lend the first one their cores, do not, and it was not measured before what that gives.
-      better: the strategy to go over to, once that pays; None: there is none.
+      comm: communicator of the ranks.
+      search: takes what steps took, and whether they were near the prediction; searches again, or if near only measures
+        one rank on the cores of all. None: the strategy was given by the user, or there were searches enough.
+      correct: caches another strategy for later runs; with None, makes the next run search anew.
+      moving_s: returns the seconds that it takes to move variables to another strategy, and ""; or infinity and the
+        reason why they cannot move.
+      may_lend: whether ranks may lend the first one their cores, do not do so now, and that was not measured before.
+      better: the strategy to change to, once that pays; None: there is none.
     """
 
     number: int
@@ -126,12 +135,14 @@ class StepForecast:
     _calls: int = 0
     _before: dict[str, tuple[float, int]] = field(default_factory=dict)
     _first_s: float = 0.0
-    _pays_after: float = 0.0  # steps, when it pays to go over
+    _pays_after: float = 0.0  # number of steps after which changing to `better` pays
     _measured: StepTimes | None = None
-    _lending_after: float = math.inf  # steps, when one rank on the cores of all is measured
+    _lending_after: float = math.inf  # number of steps after which one rank on the cores of all is measured
 
     def watch_steps(self, call: Callable[..., _T], name: str, number: int) -> Callable[..., _T]:
-        """Returns the same callable, whose calls are timed if it is the program's."""
+        """Returns a callable that calls ``call`` and times the first steps; returns ``call`` itself for other programs
+        than the predicted one.
+        """
         if number != self.number:
             return call
         self._name = name
@@ -155,7 +166,10 @@ class StepForecast:
         return take_step
 
     def look(self) -> ChosenStrategy | None:
-        """Compares, after a step, and returns a strategy to go over to now; collective where it is time to compare.
+        """Compares steps with their prediction, if enough steps were taken, and returns the strategy to change to now,
+        or None.
+
+        Called after each step; collective when it is time to compare.
 
         Raises:
           CommError: a rank is gone.
@@ -171,8 +185,8 @@ class StepForecast:
         return better
 
     def _count_exchanges(self) -> dict[str, tuple[float, int]]:
-        """Returns key -> (seconds of an exchange so far, bytes that this rank has sent in it), of those that move
-        anything.
+        """Returns key -> (seconds of an exchange so far, bytes that this rank has sent in it), for exchanges that move
+        data.
         """
         return {
             c.key: (c.seconds, c.wire_bytes)
@@ -202,7 +216,13 @@ class StepForecast:
             self._lending_after = (LENDING_S + LENDING_STEPS * first_s) / step_s
 
     def _look_again(self, mine: StepTimes, is_near: bool) -> None:
-        """Searches by what steps took, or only compares them with one rank on the cores of all; collective."""
+        """Searches another strategy by what steps took, caches the result, and decides when to change to it;
+        collective.
+
+        Args:
+          mine: what this rank has measured.
+          is_near: steps were near their prediction, so only one rank on the cores of all is measured for comparison.
+        """
         search, self.search = self.search, None
         whole = pack((mine.step_s, mine.first_s, mine.exchanges_s, mine.sent_bytes))
         every = self.comm.allgather_bytes("whale/forecast/far", whole, TURN_TIMEOUT_S, PURPOSE)
@@ -216,19 +236,20 @@ class StepForecast:
             log.warning(f"auto_parallel: {self._describe(took, mine.sent_bytes)}; {why}")
 
     def _weigh(self, found: SearchedAgain, took: StepsTook) -> str:
-        """Decides whether to go over to another strategy, and when; returns it in words."""
+        """Decides whether to change to the found strategy and after how many steps; returns the decision in words."""
         gain_s = found.present_s - found.chosen.step_s
         measured, slower = "one rank was measured on the cores of all", found.slower
         if slower != Slowdown():
             measured = f"computing takes {slower.computing:.3g} and exchanging {slower.exchanging:.3g} times as long"
-            measured += " as figures say"
+            measured += " as the machine's figures predict"
         if gain_s <= 0:
-            return f"measured again, {measured}, and no other way is predicted to be faster"
+            return f"measured again, {measured}, and no other strategy is predicted to be faster"
         better = f"`{found.chosen.strategy.name}` is predicted to take {1e3 * found.chosen.step_s:.4g} ms"
         moving_s, why = self.moving_s(found)
         if why:
             return f"{measured}, and {better}, but {why}: the next run takes it"
-        # As many steps as there were may come: after them it has cost no more than twice what knowing that would have.
+        # Waiting until as many steps were taken as pay for the change costs at most twice as much as the best moment
+        # would, whatever the number of steps that are still to come.
         self._pays_after = (found.took_s + took.first_s + moving_s) / gain_s
         self.better = found.chosen
         later = f" after {math.ceil(self._pays_after)} steps" if self._pays_after > self._calls else ""
@@ -238,7 +259,7 @@ class StepForecast:
         share = took.exchanges_s / took.step_s
         return (
             f"steps of `{self._name}` take {1e3 * took.step_s:.4g} ms, where {1e3 * self.step_s:.4g} ms were "
-            f"predicted; exchanges go on in {100 * share:.0f} % of it, in which this rank sends "
+            f"predicted; exchanges go on during {100 * share:.0f} % of that, in which this rank sends "
             f"{format_bytes(sent_bytes)} a step"
         )
 
@@ -246,12 +267,12 @@ class StepForecast:
 def _search(
     search: Callable[[StepsTook, bool], SearchedAgain] | None, took: StepsTook, near: bool
 ) -> tuple[SearchedAgain | None, str]:
-    """Returns what a search finds, or why it finds nothing: the present strategy goes on then."""
+    """Calls ``search``; returns its result and "", or None and the reason why the present strategy stays."""
     if search is None:
-        return None, "links or processors are not what they were when the way was chosen (see `whale doctor`)"
+        return None, "links or processors are not as fast as when the strategy was chosen (see `whale doctor`)"
     try:
         return search(took, near), ""
     except CommError:
         raise
     except WhaleError as error:
-        return None, f"no other way was found ({error.message}), and the next run looks for one"
+        return None, f"no other strategy was found ({error.message}), and the next run searches one"

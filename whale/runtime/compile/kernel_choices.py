@@ -1,10 +1,10 @@
-"""Measures whether substitutions of kernels are faster on this machine, after runs, and says which ones are not.
+"""Measures, when a run ends, whether kernel substitutions are faster on this machine, and lists those that are not.
 
-A run takes every substitution that is not known to lose. When a run of ten seconds or more ends, its first process of
-each host measures those that were never measured there: each alone, before and after, on random values, for half a
-second at most. What there is no time for waits for later runs; `whale profile SCRIPT` measures all of a script's.
-Figures are kept in the folder of plans (`mesh.plan_cache`), for the processor, its cap, the threads and the versions
-that they were measured with.
+A run uses every substitution that is not known to be slower. When a run of ten seconds or more ends, the first process
+of each host measures those substitutions that were never measured there: each alone, before and after, on random
+values, for half a second in all. What there is no time for waits for later runs; `whale profile SCRIPT` measures all of
+a script's. The figures are cached in the folder of plans (`mesh.plan_cache`), for the processor, its CPU limit, the
+number of threads and the software versions that they were measured with.
 
 Decision: 0176.
 """
@@ -31,21 +31,21 @@ from whale.runtime.compile.plan_cache import code_digest
 from whale.runtime.context import Context, KernelTimes
 from whale_ops.processor import describe_processor
 
-MOST_S, LEAST_RUN_S = 0.5, 10.0  # of measurements at the end of a run, and of such a run
-# A substitution loses if it takes so many times as long, and so much longer: less is noise, or the next run's luck.
+MOST_S, LEAST_RUN_S = 0.5, 10.0  # seconds of measurements at the end of a run, and of a run long enough for them
+# A substitution loses if it takes LOSES times as long and LOSES_S seconds longer: a smaller difference is noise.
 LOSES, LOSES_S = 1.05, 2e-6
-# What seems to lose after some rounds may have been interrupted: it has more of them.
+# A substitution that seems to lose after ROUNDS rounds gets up to MOST_ROUNDS: it may have been interrupted.
 ROUNDS, MOST_ROUNDS, ROUND_S = 5, 25, 4e-4
-MOST_WAITING, MOST_TEXT = 500, 1 << 16  # a longer program holds data
-MOST_PROGRAMS = 16  # of a run, which are held until it ends
+MOST_WAITING, MOST_TEXT = 500, 1 << 16  # waiting substitutions, and characters of one: longer programs hold data
+MOST_PROGRAMS = 16  # programs of a run that are held until it ends
 
 
 class KernelFile(msgspec.Struct):
-    """Keeps what was measured of a machine's kernels.
+    """Represents the cache file with what was measured of a machine's kernels.
 
     Attributes:
       measured: name of a substitution -> seconds before and after; both 0: it cannot be measured.
-      waiting: those to be measured: name, and the programs before and after, as text.
+      waiting: name of a substitution that is still to be measured -> the programs before and after, as text.
     """
 
     measured: dict[str, tuple[float, float]] = {}
@@ -53,20 +53,24 @@ class KernelFile(msgspec.Struct):
 
     @property
     def declined(self) -> tuple[str, ...]:
-        """Returns the names of the substitutions that lose, sorted."""
+        """Returns the names of the substitutions that are slower than what they replace, sorted."""
         return tuple(sorted(name for name, (before_s, after_s) in self.measured.items() if loses(before_s, after_s)))
 
 
 def loses(before_s: float, after_s: float) -> bool:
-    """Tells whether a substitution takes longer than what it replaces."""
+    """Returns True if a substitution is slower than what it replaces, by more than LOSES times and LOSES_S seconds."""
     return after_s > LOSES * before_s and after_s - before_s > LOSES_S
 
 
 class MachineKernels:
-    """The figures of a machine's kernels, in a run.
+    """Holds the figures of this machine's kernels during a run; implements ``KernelTimes``.
+
+    Args:
+      files: the cache folder.
+      name: of the file in it (``name_file``).
 
     Attributes:
-      declined: names of the substitutions that this run does not take, if it is planned here.
+      declined: names of the substitutions that this run leaves out, if this rank plans.
     """
 
     def __init__(self, files: CacheFolder, name: str) -> None:
@@ -75,19 +79,23 @@ class MachineKernels:
         self.declined = self.read_file().declined
 
     def note_program(self, program: Program, settings: PlanSettings) -> None:
-        """Notes a program of this process's first rank, before kernels are substituted in it."""
+        """Records a program of this process's first rank as it is before kernels are substituted, to be measured when
+        the run ends.
+        """
         if len(self._compiled) < MOST_PROGRAMS:
             self._compiled.append((program, settings))
 
     def measure(self) -> None:
-        """Measures what is not known of the noted programs, and of those of runs before, if the run was long enough for
-        it.
+        """Measures substitutions that were never measured, for MOST_S seconds, if the run was at least LEAST_RUN_S
+        seconds long.
         """
         if time.monotonic() - self._start_s >= LEAST_RUN_S:
             self.measure_within(MOST_S)
 
     def measure_within(self, budget_s: float) -> int:
-        """Does the same in so many seconds; returns how many substitutions were measured."""
+        """Measures substitutions of the recorded programs, and those left waiting by earlier runs, for ``budget_s``
+        seconds; returns how many were measured.
+        """
         kept = self.read_file()
         found = self._list_waiting(kept)
         end_s = time.monotonic() + budget_s
@@ -124,7 +132,7 @@ class MachineKernels:
         return list(found.values())
 
     def read_file(self) -> KernelFile:
-        """Returns what is kept now."""
+        """Returns the content of the cache file; an empty one if it is missing or damaged."""
         try:
             data = self._files.get(self._name)
             return KernelFile() if data is None else msgspec.msgpack.decode(data, type=KernelFile)
@@ -137,7 +145,9 @@ def _parse(name: str, texts: tuple[str, str]) -> Substitution:
 
 
 def _measure(one: Substitution) -> tuple[float, float]:
-    """Returns the seconds before and after, the least of some rounds in turns; 0, 0: it cannot be run alone."""
+    """Returns the seconds of a substitution before and after, the least of several alternating rounds; (0, 0) if it
+    cannot be run alone.
+    """
     import tensorflow as tf
 
     from whale.runtime.compile.measured_call import compile_whole_step
@@ -166,7 +176,9 @@ def _measure(one: Substitution) -> tuple[float, float]:
 
 
 def kernel_times_of(context: Context) -> KernelTimes | None:
-    """Returns the figures of this machine's kernels; None: none of them are used here, or nothing is kept."""
+    """Returns the figures of this machine's kernels, read once in a run; None: the ranks compute on accelerators, or
+    nothing is cached.
+    """
     planning = context.planning
     folder = find_folder(context.config["mesh.plan_cache"]) if planning.dry is None else None
     if folder is None or has_compute_device():
@@ -184,10 +196,10 @@ def kernel_times_of(context: Context) -> KernelTimes | None:
 
 
 def name_file(threads: int | None = None) -> str:
-    """Returns the name under which figures are kept of this processor, with so many threads.
+    """Returns the name of the cache file for kernels on this processor with so many threads.
 
     Args:
-      threads: that compute one operation; None: this process's.
+      threads: number of threads that compute one operation; None: this process's.
     """
     import tensorflow as tf
 

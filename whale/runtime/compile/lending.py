@@ -1,8 +1,8 @@
-"""Lends the cores of a host's ranks to the first one: what they compute then is measured here, for `auto_parallel`.
+"""Measures, for `auto_parallel`, what a step takes if one rank computes it on the cores of all ranks of the host.
 
-TensorFlow makes its pools of threads when a process starts, with a rank's part of the cores. A step that one rank
-computes for all runs on pools of ours beside these (``WhaleCall``), whose threads may be on the cores of all ranks; the
-others wait for its results, asleep.
+TensorFlow creates its thread pools when a process starts, with a rank's share of the cores. A step that one rank
+computes for all therefore runs on separate pools of Whale (``WhaleCall``), whose threads may use the cores of all
+ranks; meanwhile the other ranks wait for its results, asleep.
 
 Decisions: 0052, 0190, 0200.
 """
@@ -29,31 +29,37 @@ from whale.runtime.context import Context
 from whale_ops.memory import load_library
 from whale_ops.processor import count_threads
 
-# A step is run so many times at least, and for so long.
+# A step is run at least RUNS times, and for at least RUNS_S seconds.
 RUNS, RUNS_S = 3, 0.1
 
 
 @dataclass(frozen=True)
 class HostCores:
-    """The cores of the host on which all ranks of a run are; see `whale.planner.graph_search.environment.Lending`.
+    """Describes the cores of the host on which all ranks of a run are; implements
+    `whale.planner.graph_search.environment.Lending`.
 
     Attributes:
-      threads: of one rank on the cores of all.
-      free_bytes: that a step's second copy may take.
+      threads: number of threads of one rank on the cores of all.
+      free_bytes: memory for a second copy of a step, to be measured beside the script.
     """
 
     threads: int
     free_bytes: float
 
     def measure_step(self, program: Program) -> float:
-        """Returns the seconds of a step on random values with all threads; the least of a few.
+        """Returns the seconds of a step with all threads on random values, the least of several runs.
 
         Raises:
-          ProgramError: it takes what no random values can be made of, fails on them, or does not fit beside the script.
+          ProgramError: the step takes arguments for which no random values can be made, fails on them, or does not fit
+            into memory beside the script.
         """
         needed = predict_at_most_bytes(program, 0, PlanSettings(size=1))
         if needed > self.free_bytes:
-            raise ProgramError("a second copy of the step does not fit into memory", given=f"{needed} bytes")
+            raise ProgramError(
+                "a second copy of the step does not fit into memory",
+                given=f"{needed} bytes",
+                expected=f"at most {self.free_bytes:.0f} bytes, which are free",
+            )
         try:
             values, variables = draw_operands(program)
             operands = [*values, *(v.handle for v in variables)]
@@ -74,7 +80,8 @@ class HostCores:
 
 
 def find_lending(program: Program, context: Context) -> HostCores | None:
-    """Returns the cores that ranks may lend the first one; None: they may not, or have no more than it has.
+    """Returns the cores that ranks may lend the first one; None: they may not lend, or have no more cores together than
+    it has.
 
     Collective between processes.
     """
@@ -92,7 +99,9 @@ def find_lending(program: Program, context: Context) -> HostCores | None:
 
 
 def may_lend(context: Context) -> bool:
-    """Tells whether the run's ranks may lend their cores, if these are more than the first one has."""
+    """Returns True if the ranks are CPU-only processes on one host that run one program together and not elastically,
+    so that they may lend their cores.
+    """
     if not context.has_other_processes or context.planning.dry is not None or context.elastic is not None:
         return False
     together = context.place.local_size == context.size
@@ -100,7 +109,9 @@ def may_lend(context: Context) -> bool:
 
 
 def share_cores(context: Context) -> None:
-    """Lets threads that this rank borrows run on the cores of all ranks of its host. Collective between processes."""
+    """Allows the threads that this rank borrows to run on the cores of all ranks of its host. Collective between
+    processes.
+    """
     if not context.has_other_processes:
         return
     known = know_machines(context)

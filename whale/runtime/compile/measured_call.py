@@ -1,4 +1,4 @@
-"""Runs programs of one device on random values, to measure what they take: whole steps, operations, kernels."""
+"""Runs programs of one device on random values, to measure how long whole steps, operations and kernels take."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from whale.kernels.nn import CROSS_ENTROPY
 from whale.runtime.compile.tensorflow_functions import load_ops, lower_to_function
 
 ROUNDS = 5
-LEAST_S = 1e-3  # a round is at least so long, by repeated calls
+LEAST_S = 1e-3  # seconds of a round, which repeats short calls
 OF_CLASSES = frozenset(("SparseSoftmaxCrossEntropyWithLogits", CROSS_ENTROPY))
-# Ops that indices pass through on their way to a table; Keras adds the number of rows to indices below zero.
+# Ops that indices pass through on their way to a table (Keras adds the number of rows to negative indices).
 _HANDS_ON = VIEWS | frozenset("Cast Slice StridedSlice Split SplitV Unpack SelectV2 AddV2".split())
 _tags = itertools.count()
 
 
 def draw_value(t: TensorType, generator: np.random.Generator) -> tf.Tensor:
-    """Returns a tensor of random values; unknown sizes are 0."""
+    """Returns a tensor of random values for a type; unknown sizes become 0."""
     shape = tuple(d or 0 for d in t.shape or ())
     if t.dtype == "bool":
         return tf.constant(generator.random(shape) > 0.5)
@@ -40,10 +40,12 @@ def draw_value(t: TensorType, generator: np.random.Generator) -> tf.Tensor:
 def compile_program_alone(
     program: Program, values: Sequence[Any], outputs: int = 0, threads: int = 0
 ) -> Callable[[], Any]:
-    """Returns a callable that runs a program on ``values``, which are its arguments and handles of variables.
+    """Returns a callable that runs a program of one device on the same arguments each time.
 
     Args:
-      threads: that compute it, on cores that other ranks lend; 0: this process's own.
+      values: the program's arguments, then the handles of its variables.
+      outputs: number of results.
+      threads: number of threads on cores that other ranks lend; 0: TensorFlow's own threads.
     """
     load_ops([program])
     lowered = lower_to_function([program], f"whale_measured_{next(_tags)}", threads=(threads,))
@@ -56,7 +58,7 @@ def compile_program_alone(
 
 
 def measure_call_s(call: Callable[[], Any]) -> float:
-    """Returns the median seconds of a call over several rounds."""
+    """Returns the seconds of a call, as the median of several rounds of repeated calls."""
     start_s = time.perf_counter()
     call()
     await_gpus()
@@ -73,10 +75,10 @@ def measure_call_s(call: Callable[[], Any]) -> float:
 
 
 def compile_whole_step(program: Program) -> Callable[[], Any]:
-    """Returns a callable that runs a program of one device on random values, with new variables.
+    """Returns a callable that runs a program of one device on random values and new variables.
 
     Raises:
-      ProgramError: see ``draw_operands``.
+      ProgramError: as ``draw_operands``.
     """
     values, variables = draw_operands(program)
     run = compile_program_alone(program, [*values, *(v.handle for v in variables)], len(program.outputs))
@@ -88,10 +90,10 @@ def compile_whole_step(program: Program) -> Callable[[], Any]:
 
 
 def draw_operands(program: Program) -> tuple[list[tf.Tensor], list[tf.Variable]]:
-    """Returns random arguments of a program of one device, and new variables with random values.
+    """Returns random arguments for a program of one device, and new variables with random values.
 
     Raises:
-      ProgramError: it takes an argument that is not a numeric tensor with a static shape.
+      ProgramError: the program takes an argument that is not a numeric tensor with a static shape.
     """
     generator = np.random.default_rng(0)
     values: list[tf.Tensor] = []
@@ -115,8 +117,8 @@ def draw_operands(program: Program) -> tuple[list[tf.Tensor], list[tf.Variable]]
 
 
 def _find_bound(program: Program, ref: Ref) -> int:
-    """Returns how many different integers an argument may hold: rows of the tables that it indexes, or classes; else
-    2.
+    """Returns the upper bound for random values of an integer argument: the rows of the tables that it indexes, or the
+    number of classes of a loss; else 2.
     """
     found, waiting, seen = [], [ref], {ref}
     while waiting:

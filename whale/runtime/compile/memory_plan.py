@@ -1,4 +1,5 @@
-"""Predicts the memory of a step before it runs, by rank and category, and compares it with the devices' memory.
+"""Predicts the memory of a step before it runs, by rank and category, and refuses a step that exceeds the devices'
+memory.
 
 The prediction uses the ranks' programs (see cost_model.graph.peak_memory), which already contain the schedule,
 micro-batches, recomputation, mixed precision and `memory.zero`.
@@ -38,9 +39,10 @@ Options = Callable[[Sequence[float]], str]
 
 
 def limit_bytes(context: Context) -> tuple[float, str]:
-    """Returns (bytes that a rank of this process may use, the source of the limit); infinite if unknown.
+    """Returns the bytes that a rank of this process may use, and where the limit comes from in words; infinity if
+    unknown.
 
-    On GPUs it is the memory of the rank's own GPU. A dry run has ranks that would have others: `limits_bytes`.
+    On GPUs it is the memory of the rank's own GPU. For the ranks of a dry run, use ``limits_bytes``.
     """
     config, gpu, local_ranks = context.config, context.own_gpu, context.local_ranks
     if config["memory.limit_bytes"]:
@@ -54,8 +56,7 @@ def limit_bytes(context: Context) -> tuple[float, str]:
 
 
 def limits_bytes(context: Context, number: int) -> list[float]:
-    """Returns the limit of each rank that programs are planned for, as `limit_bytes` has it; collective between
-    processes.
+    """Returns the memory limit in bytes of each rank that programs are planned for; collective between processes.
 
     Args:
       number: of the program in this run.
@@ -71,10 +72,11 @@ def limits_bytes(context: Context, number: int) -> list[float]:
 
 
 def _limits_by_turns(context: Context) -> list[tuple[float, str]]:
-    """Returns the limit of each rank of this host, where it is not known which GPU is whose.
+    """Returns the limit of each rank of this host, as of ``limit_bytes``, where it is not known which rank has which
+    GPU.
 
-    In a dry run ranks have GPUs in turns, as processes of a run would (`device_exchange.claim_gpu`); ranks that are
-    threads compute on the first one.
+    In a dry run the GPUs are assigned to ranks round-robin, as a run of processes would do
+    (`device_exchange.claim_gpu`); ranks that are threads all compute on the first GPU.
     """
     gpus = list_visible_gpus()
     if not gpus:
@@ -87,7 +89,9 @@ def _limits_by_turns(context: Context) -> list[tuple[float, str]]:
 
 
 def _gpu_limit_bytes(config: Config, gpu: OwnGpu) -> tuple[float, str]:
-    """Returns the limit as `limit_bytes` does, for each rank that shares a GPU."""
+    """Returns the limit of each rank that shares a GPU, as of ``limit_bytes``: its share of the memory that other
+    programs leave, without CUDA's and Whale's own buffers.
+    """
     held = {"CUDA": tensorflow_bytes(gpu.memory_bytes, gpu.capability), "exchanges": count_device_buffer_bytes(config)}
     others = f" without {format_bytes(gpu.used_bytes)} that other programs have of it" if gpu.used_bytes else ""
     among = f", divided by the {gpu.sharing} ranks that share it" if gpu.sharing > 1 else ""
@@ -97,7 +101,13 @@ def _gpu_limit_bytes(config: Config, gpu: OwnGpu) -> tuple[float, str]:
 
 
 class _Rank(msgspec.Struct):
-    """A rank's message about its program: only the limit if the program fits; None: it is not known."""
+    """Represents a rank's message about the memory of its program.
+
+    Attributes:
+      limit: bytes that it may use; None: unlimited or unknown.
+      source: where the limit comes from, in words.
+      memory: category -> predicted bytes; empty if the program surely fits.
+    """
 
     limit: float | None
     source: str
@@ -121,7 +131,7 @@ class _Rank(msgspec.Struct):
 
 
 def drop_files(program: Program, in_files: Collection[str]) -> Program:
-    """Returns a rank's program without the memory of variables in files (by handle node)."""
+    """Returns a rank's program in which variables in files (by handle node) take no memory."""
     variables = (replace(v, type=TensorType(v.type.dtype, ())) if v.node in in_files else v for v in program.variables)
     return replace(program, variables=tuple(variables)) if in_files else program
 
@@ -133,13 +143,14 @@ def refuse_what_does_not_fit(
     settings: PlanSettings,
     options: Callable[[Sequence[float]], str],
 ) -> float:
-    """Raises an error if the step does not fit; else returns the largest bytes of a rank of this process. Collective.
+    """Returns the predicted bytes of the rank of this process with most; raises an error if the step does not fit.
+    Collective.
 
     Args:
-      programs: of this process's ranks.
+      programs: rank of this process -> its program.
       number: of the program in this run.
-      options: describes settings with which it would fit into the ranks' limits; called on the first rank, and only if
-        it does not fit.
+      options: describes settings with which the step would fit into the ranks' limits; called on the first rank, and
+        only if the step does not fit.
 
     Raises:
       PlanError: on every rank, if one of them would exceed its device's memory.
@@ -184,7 +195,14 @@ def _refusal(name: str, said: Mapping[int, _Rank], options: str) -> PlanError:
 
 
 def refusal_of_plan(name: str, memory: Mapping[str, Sequence[int]], limits: Sequence[float], options: str) -> PlanError:
-    """Creates the error for a plan whose ranks would exceed ``limits``."""
+    """Creates the error for a plan whose ranks would exceed ``limits``.
+
+    Args:
+      name: of the program.
+      memory: category -> bytes on each rank.
+      limits: bytes of each rank's device.
+      options: settings with which it would fit, in words.
+    """
     said = {
         rank: _Rank.make(limit, "the device's memory", {kind: sizes[rank] for kind, sizes in memory.items()})
         for rank, limit in enumerate(limits[: len(next(iter(memory.values())))])
@@ -194,7 +212,9 @@ def refusal_of_plan(name: str, memory: Mapping[str, Sequence[int]], limits: Sequ
 
 @dataclass(frozen=True)
 class _Option:
-    """A key of the configuration with another value, and its effect on the planner's settings."""
+    """Represents another value of a configuration key, such as ``memory.zero=1``, and its changes of the planner's
+    settings.
+    """
 
     name: str
     changes: Mapping[str, Any]
@@ -210,18 +230,19 @@ def options_text(
     marked: Callable[[], Program] | None,
     beside_host: bool,
 ) -> str:
-    """Lists other settings with which a step would fit into ``limits`` bytes of its ranks, with their predicted bytes.
+    """Returns, in words, other settings with which a step would fit into ``limits``, with the bytes predicted for each.
 
     Args:
-      limits: of each rank; the smallest one counts where other settings have other ranks.
-      settings, program: with which it does not fit; the program is as captured.
-      marked: captures it with its gradients marked, which recomputation needs; None: it cannot.
+      settings: with which the step does not fit.
+      limits: bytes of each rank; for options with another number of ranks the smallest one counts.
+      program: as captured.
+      marked: captures the program with its gradients marked, which recomputation needs; None: it cannot be captured so.
       beside_host: whether the computing device has memory of its own, separate from the host's.
     """
 
     limit = min(limits)
 
-    # Of the rank that has the least room left, as if its limit were the smallest one.
+    # Returns the bytes of the rank with the least room left, compared as if every rank had the smallest limit.
     def size_of(option: _Option) -> float | None:
         other = settings.but(observer=PassObserver(), **option.changes)
         try:
@@ -244,13 +265,18 @@ def options_text(
         found = sorted([*found, *sizes([least.combine(o) for o in apart])], key=lambda one: one[0])
     fitting = [f"{option.name} ({format_bytes(n)})" for n, option in found if n <= limit]
     if fitting:
-        return "set " + ", or ".join(fitting) + "; in parentheses what is predicted then"
+        return "set " + ", or ".join(fitting) + "; in parentheses the bytes that are predicted with it"
     best = f" (the least is {format_bytes(found[0][0])}, {found[0][1].name})" if found else ""
-    return f"nothing that was tried makes it fit{best}; use more ranks or a smaller batch"
+    return f"no setting that was tried makes it fit{best}; use more ranks or a smaller batch"
 
 
 def _options(settings: PlanSettings, recomputes: bool, beside_host: bool) -> list[_Option]:
-    """Returns settings that may need less memory than ``settings``."""
+    """Returns changes of ``settings`` that may need less memory.
+
+    Args:
+      recomputes: whether recomputation is possible.
+      beside_host: whether memory can be offloaded to the host.
+    """
     found = []
     if settings.size > 1:
         levels = (level for level in (1, 3) if level > settings.zero.level)

@@ -1,4 +1,5 @@
-"""Measures briefly the compute and exchange rates of ranks, on all ranks at the same time.
+"""Measures briefly how fast ranks compute, read memory and exchange, on all ranks at the same time, for the search of
+`auto_parallel`.
 
 Decision: 0154.
 """
@@ -20,8 +21,8 @@ from whale.passes.resharding.on_devices import DEVICE_BACKENDS
 from whale.planner.graph_search.environment import unequal
 from whale.runtime.context import Context
 
-# The first measurement takes so long, and half of that for what is bound by memory: the core of a rank with a quota is
-# taken away once in 100 ms. Ranks that seem to differ by more than SUSPECT are measured again.
+# Seconds of the first measurement of products, and half of that of memory streams: long enough to include that a CPU
+# quota takes a rank's core away once in 100 ms. Ranks that seem to differ by more than SUSPECT are measured again.
 FIRST_S, SUSPECT = 0.2, 1.1
 # Unequal ranks whose speeds differ by less than this factor are of one kind: the difference is mostly noise, and
 # unequal parts of the work cost more than they gain.
@@ -30,29 +31,37 @@ ONE_KIND = 1.15
 # rank's rounds counts.
 ROUNDS, ROUND_S = 5, 0.25
 ASSUMED_EXCHANGE_S, ASSUMED_BYTES_PER_S = 100e-6, 1e9
-# An operation that does next to nothing, taken to be a few microseconds; `whale profile` measures it
-# (`MachineProfile.node_s`).
+# Assumed seconds to start an operation; `whale profile` measures them (`MachineProfile.node_s`).
 START_S = 5e-6
 # `y + y * 0.5` is two kernels: the product reads and writes y, the sum reads y and the product and writes: 5 arrays.
 STREAMED_ARRAYS = 5
-# Small exchanges in one measured call, and calls: as many as take SMALL_S, or none where only few do.
+# Small exchanges in one measured call, and calls: as many as fit into SMALL_S seconds; if these are fewer than
+# LEAST_SMALL_CALLS, one exchange measured before counts.
 SMALL_IN_A_CALL, SMALL_CALLS, LEAST_SMALL_CALLS, SMALL_S = 8, 18, 3, 1.0
-_SEED = (0, 0)  # of what is computed with: no draw of the script's is taken away
-# On GPUs a call of TensorFlow takes longer on the host than a product does on the GPU: so many in a call, as large as
-# it takes until a call takes GPU_CALL_S, or they have the largest size. Arrays are larger than any cache then.
+_SEED = (0, 0)  # for stateless draws, which leave the script's random streams untouched
+# On GPUs a call of TensorFlow takes longer on the host than a product on the GPU. So IN_A_CALL products are in a call,
+# and grow until a call takes GPU_CALL_S or they have the largest size. Arrays are larger than any cache then.
 IN_A_CALL, GPU_CALL_S = 16, 5e-3
 FIRST_ROWS, MOST_ROWS = 128, 8192
 FIRST_STREAMED, MOST_STREAMED = 1 << 16, 64 << 20
 _PRODUCT_DTYPES = ("float16", "bfloat16", "float32", "float64")
-# Elements of large ones: as many as take LARGE_S, by what the first ones took. Over 10 Mbit/s the most would take 7 s.
+# Elements of large exchanges: as many as take LARGE_S by the time of the first one. MOST_ELEMENTS would take 7 s at
+# 10 Mbit/s.
 FIRST_ELEMENTS, MOST_ELEMENTS, LARGE_S = 1 << 14, 1 << 20, 0.25
 # An exchange through the memory of one process reads, adds and writes, on both sides of it.
 PASSES_IN_PROCESS = 4
 
 
 def measure_rates(context: Context, dry: bool, program: Program) -> list[Rates]:
-    """Measures products, copies and exchanges for half a second on all ranks at the same time; unequal ranks take
-    longer.
+    """Returns the rates of each rank: FLOP/s of matrix products, bytes/s of memory streams, latency and bandwidth of
+    exchanges.
+
+    Takes about half a second, on all ranks at the same time; longer if ranks seem unequal, to measure these more
+    exactly. Collective between processes, unless ``dry``.
+
+    Args:
+      dry: whether the ranks are those of a dry run: this process is measured, and a link of 1 GB/s assumed.
+      program: whose variables set the dtype of products and the bytes of streams.
     """
     on_gpu = has_gpu()
     measure = _measured_chains(_product_dtype(context, program)) if on_gpu else measured_calls(program)
@@ -91,7 +100,7 @@ def measure_rates(context: Context, dry: bool, program: Program) -> list[Rates]:
         return [make_rates(*pairs[0])] * context.planned_size
     rounds: list[list[tuple[float, float]]] = []
     while len(rounds) < ROUNDS and (len(rounds) == 1 or unequal([make_rates(*pair) for pair in pairs], SUSPECT)):
-        # Parts of the work follow these figures: they have to be better than those that only tell that ranks differ.
+        # Ranks get work in proportion to these figures, which therefore have to be exact.
         rounds.append(_together(context, f"again/{len(rounds)}", measure, ROUND_S))
         pairs = [
             (statistics.median(f for f, _ in rank), statistics.median(m for _, m in rank)) for rank in zip(*rounds)
@@ -103,7 +112,9 @@ def measure_rates(context: Context, dry: bool, program: Program) -> list[Rates]:
 
 
 def _product_dtype(context: Context, program: Program) -> str:
-    """Returns the dtype of the program's matrix products: the configured one, or that of its largest variable."""
+    """Returns the dtype to measure matrix products in: the configured compute dtype, or that of the program's largest
+    variable.
+    """
     weights = [v.type for v in program.variables if v.type.is_static and v.type.dtype in _PRODUCT_DTYPES]
     largest = max(weights, key=lambda t: t.bytes).dtype if weights else "float32"
     return context.config["precision.compute_dtype"] or largest
@@ -114,7 +125,11 @@ _Measured = Callable[[float], tuple[float, float]]
 
 
 def measured_calls(program: Program) -> _Measured:
-    """Returns what measures a processor, with a product and a stream in each call."""
+    """Returns a function that measures a CPU for so many seconds, with one matrix product or one memory stream in each
+    call.
+
+    The function returns (FLOP/s, bytes/s).
+    """
     import tensorflow as tf
 
     x = tf.random.stateless_normal([1024, 1024], _SEED)
@@ -134,7 +149,8 @@ def measured_calls(program: Program) -> _Measured:
 
 
 def _measured_chains(dtype: str) -> _Measured:
-    """Returns what measures a GPU, with chains of products and streams in each call, as long as this GPU needs.
+    """Returns a function that measures a GPU for so many seconds, with a chain of products or streams in each call, so
+    that a call takes long enough.
 
     Args:
       dtype: of the products; streams are of float32.
@@ -191,7 +207,7 @@ def _measured_chains(dtype: str) -> _Measured:
 
 
 def average_kinds(values: Sequence[float]) -> list[float]:
-    """Replaces each value by the mean of its kind."""
+    """Replaces each value by the mean of its kind: values within a factor of ONE_KIND of the kind's largest one."""
     found = list(values)
     order = sorted(range(len(values)), key=lambda r: -values[r])
     while order:
@@ -205,8 +221,12 @@ def average_kinds(values: Sequence[float]) -> list[float]:
 def _together(
     context: Context, what: str, measured: Callable[[float], tuple[float, float]], seconds: float
 ) -> list[tuple[float, float]]:
-    """Runs a measurement on all ranks at the same time, since processors share caches and cores; returns all
-    results.
+    """Runs a measurement on all ranks at the same time, since they share caches and cores; returns the results of all
+    ranks.
+
+    Args:
+      what: part of the messages' keys.
+      measured: takes the seconds; returns (FLOP/s, bytes/s).
     """
     comm = context.comms[0]
     comm.allgather_bytes(f"whale/auto/begin/{what}", b"")
@@ -219,16 +239,20 @@ def _describe(link: Link) -> str:
 
 
 def _link(context: Context, through: str) -> Link:
-    """Measures the latency of the smallest all-reduce, and the bandwidth per rank of large ones; collective.
+    """Measures the latency of a minimal all-reduce, and the bandwidth of one rank in large ones; collective.
 
-    Tensors are where TensorFlow places them: exchanges between GPUs through the host include copies there and back.
+    Tensors are where TensorFlow places them, so exchanges between GPUs through the host include the copies to the host
+    and back.
+
+    Args:
+      through: the backend between devices (NCCL); "": Whale's own exchange.
     """
     import tensorflow as tf
 
     comm = context.comms[0]
 
     def agree_on_most(seconds: float, name: str) -> float:
-        """Returns what the slowest rank has measured: all have to exchange as often, and as much."""
+        """Returns the largest of the ranks' measurements, so that all exchange equally often and equally much."""
         said = comm.allgather_bytes(f"whale/auto/{through}/{name}", msgspec.json.encode(seconds))
         return max(msgspec.json.decode(one, type=float) for one in said)
 
@@ -250,7 +274,7 @@ def _link(context: Context, through: str) -> Link:
             times.append((time.perf_counter() - start_s) / each)
         return statistics.median(times[2:])
 
-    # Over a link of 20 ms, or one that loses packets, as many as elsewhere would take seconds.
+    # Over a link of 20 ms, or one that loses packets, the usual number of calls would take seconds.
     small_s = agree_on_most(measure(1, 1), "small")
     calls = round(SMALL_S / SMALL_IN_A_CALL / small_s)
     if calls >= LEAST_SMALL_CALLS:
@@ -262,9 +286,13 @@ def _link(context: Context, through: str) -> Link:
 
 
 def _seconds(call: Callable[[], Any], least_s: float, least_calls: int = 5) -> float:
-    """Returns the mean seconds of a call after warm-up.
+    """Returns the mean seconds of a call.
 
-    The mean, because a CPU quota that interrupts the process now and then slows real steps as well.
+    It is the mean because a CPU quota that interrupts the process now and then slows real steps as well.
+
+    Args:
+      least_s: how long to repeat the call at least.
+      least_calls: how often to repeat it at least.
     """
     count, start_s = 0, time.perf_counter()
     while count < least_calls or time.perf_counter() < start_s + least_s:

@@ -1,4 +1,4 @@
-"""Finds the device that computes under ``memory.offload``, and counts bytes copied between it and the host's memory.
+"""Finds the device that computes under ``memory.offload``, and counts bytes copied between its memory and the host's.
 
 Decision: 0075.
 """
@@ -17,13 +17,14 @@ from whale.errors import ConfigError
 
 
 def compute_device(config: Config, devices: Iterable[Any] | None = None) -> str:
-    """Returns the name of the computing device: the first accelerator, or a second logical CPU device.
+    """Returns the name of the device that computes: the first accelerator, or else a second logical CPU device.
 
     Args:
+      config: of the run, for the message.
       devices: of a session; None: this process's.
 
     Raises:
-      ConfigError: there is none: computation uses the host's memory.
+      ConfigError: there is only one CPU device, whose memory is the host's.
     """
     others = _list_host_devices(tf.config.list_logical_devices() if devices is None else devices)
     if not others:
@@ -32,13 +33,13 @@ def compute_device(config: Config, devices: Iterable[Any] | None = None) -> str:
             given=f"memory.offload={config['memory.offload']!r}, and no device beside {HOST_DEVICE}",
             expected="an accelerator; to try it without one, a second logical device of the processor "
             "(tf.config.set_logical_device_configuration; of a session, ConfigProto(device_count={'CPU': 2}))",
-            action='leave it out; memory.zero=3, memory.recompute="auto" and more micro-batches save memory',
+            action="leave memory.offload out; memory.zero=3, memory.recompute or more micro-batches save memory",
         )
     return others[0]
 
 
 def has_compute_device() -> bool:
-    """Tells whether there is a computing device with memory of its own, separate from the host's."""
+    """Returns True if there is a GPU or a second logical CPU device, which has memory of its own for Whale."""
     return bool(_list_host_devices(tf.config.list_logical_devices()))
 
 
@@ -50,7 +51,7 @@ def _list_host_devices(devices: Iterable[Any]) -> list[str]:
 
 
 def count_offloaded_bytes() -> tuple[int, int]:
-    """Returns (bytes copied by steps of this process to the host's memory, bytes copied from it)."""
+    """Returns how many bytes the steps of this process have copied to the host's memory, and from it."""
     from whale_ops.memory import load_library
 
     values = (ctypes.c_int64 * 2)()

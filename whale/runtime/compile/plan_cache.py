@@ -1,10 +1,10 @@
-"""Keeps plans, and strategies that a search found, for later runs of the same program: the key ``mesh.plan_cache``.
+"""Caches plans, and strategies that a search found, for later runs of the same program: the key ``mesh.plan_cache``.
 
-A plan is found by all that decides it: the program (its fingerprint, its variables' names and scopes), the settings,
-and the code that plans. A strategy is found by the machines of all ranks as well, and taken only while an exchange
-between their hosts takes about as long as it did; what they computed in a second when it was made is part of it, and
-not measured again. A plan is checked as one out of a file is, but for what its ranks
-would run, since the checksum says that it is what this code made.
+The cache key of a plan covers all that decides it: the program (its fingerprint, its variables' names and scopes), the
+settings, and the code that plans. The key of a strategy covers the machines of all ranks as well; a cached strategy is
+used only while an exchange between their hosts takes about as long as it did. The ranks' computing speeds are not
+measured again. A cached plan is checked like one from a plan file, except for the programs that its ranks would run,
+since the checksum shows that this code made it.
 
 Decisions: 0080, 0151.
 """
@@ -37,22 +37,28 @@ from whale.runtime.compile.memory_plan import limit_bytes
 from whale.runtime.context import Context, RunMachines
 from whale_ops.processor import count_threads
 
-# An exchange between hosts is measured by so many bytes in all, as the fastest of some tries: of more where they are
-# quick, since a busy machine is no other link. Links are alike unless it takes more than so many times as long, and at
-# least so much longer.
+# An exchange of _PROBE_BYTES between hosts is measured several times, and the fastest counts. Quick exchanges are tried
+# more often, since on a busy machine one may be slow by accident. Links count as the same unless an exchange takes more
+# than _OTHER_LINK times as long and _OTHER_LINK_S seconds longer.
 _PROBE_BYTES, _LEAST_PROBES, _MOST_PROBES, _QUICK_S = 1 << 18, 3, 16, 0.02
 _OTHER_LINK, _OTHER_LINK_S = 3.0, 0.5e-3
 
 
 class KeptStrategy(msgspec.Struct, frozen=True):
-    """A strategy, and the seconds of an exchange between hosts when it was chosen; 0: all ranks were on one."""
+    """Represents a cached strategy.
+
+    Attributes:
+      exchange_s: seconds of an exchange between hosts when the strategy was chosen; 0: all ranks were on one host.
+    """
 
     chosen: ChosenStrategy
     exchange_s: float
 
 
 def load_plan(program: Program, context: Context, settings: PlanSettings) -> Plan | None:
-    """Returns the plan that an earlier run cached; None: there is none."""
+    """Returns the plan that an earlier run cached for this program and these settings; None: there is none, or it is
+    not legal.
+    """
     if (files := files_of(context, settings)) is None:
         return None
     name = _plan_name(program, settings)
@@ -70,13 +76,15 @@ def load_plan(program: Program, context: Context, settings: PlanSettings) -> Pla
 
 
 def keep_plan(program: Program, context: Context, settings: PlanSettings, plan: Plan) -> None:
-    """Caches a plan for later runs."""
+    """Caches the plan of a program for later runs, if the run caches plans."""
     if (files := files_of(context, settings)) is not None:
         put_kept(files, context, _plan_name(program, settings), plan.to_json())
 
 
 def load_strategy(program: Program, context: Context, settings: PlanSettings) -> ChosenStrategy | None:
-    """Returns the strategy that `auto_parallel` found in an earlier run on these machines; None: there is none."""
+    """Returns the strategy that `auto_parallel` found in an earlier run on these machines; None: there is none, or the
+    link between hosts has changed.
+    """
     if (files := files_of(context, settings)) is None:
         return None
     name = context.planning.kept_as = _strategy_name(program, context, settings)
@@ -91,14 +99,14 @@ def load_strategy(program: Program, context: Context, settings: PlanSettings) ->
         return kept.chosen
     now_ms, then_ms = 1e3 * know_machines(context).exchange_s, 1e3 * kept.exchange_s
     log.info(
-        f"auto_parallel: hosts exchange {_PROBE_BYTES >> 10} KB in {now_ms:.3g} ms, and in {then_ms:.3g} ms when an "
-        "earlier run chose a way: it is looked for anew"
+        f"auto_parallel: hosts exchange {_PROBE_BYTES >> 10} KB in {now_ms:.3g} ms, and took {then_ms:.3g} ms when an "
+        "earlier run chose a strategy: the search is repeated"
     )
     return None
 
 
 def keep_strategy(program: Program, context: Context, settings: PlanSettings, chosen: ChosenStrategy) -> None:
-    """Caches a strategy for later runs."""
+    """Caches the strategy of a program for later runs, if the run caches plans."""
     if (files := files_of(context, settings)) is not None:
         kept = KeptStrategy(chosen, know_machines(context).exchange_s)
         context.planning.kept_as = _strategy_name(program, context, settings)
@@ -106,11 +114,12 @@ def keep_strategy(program: Program, context: Context, settings: PlanSettings, ch
 
 
 def correct_strategy(chosen: ChosenStrategy | None, step: str, context: Context, settings: PlanSettings) -> None:
-    """Caches another strategy in place of the run's, and forgets the lowered step that came of it.
+    """Replaces the cached strategy of the run by another one, and removes the cached lowered step that was made under
+    it.
 
     Args:
-      chosen: None: the next run looks anew.
-      step: the name under which the step is cached; "": it is not.
+      chosen: the other strategy; None: the next run searches anew.
+      step: the name under which the lowered step is cached; "": it is not.
     """
     if (files := files_of(context, settings)) is None:
         return
@@ -123,7 +132,7 @@ def correct_strategy(chosen: ChosenStrategy | None, step: str, context: Context,
 
 
 def folder_of(context: Context) -> Path | None:
-    """Returns the cache folder; None: plans are not cached."""
+    """Returns the cache folder of the run; None: plans are not cached, or the run is a dry one."""
     return None if context.planning.dry is not None else find_folder(context.config["mesh.plan_cache"])
 
 
@@ -133,12 +142,14 @@ def _plan_name(program: Program, settings: PlanSettings) -> str:
 
 def _strategy_name(program: Program, context: Context, settings: PlanSettings) -> str:
     machines = know_machines(context).machines
-    settings = settings.but(fuse__declined=())  # which kernels lose is measured when runs end: the way stays good
+    settings = settings.but(fuse__declined=())  # slow kernels are found when runs end, and do not change the strategy
     return f"{_digest(compute_fingerprint(program), program.name, program.variables, settings, machines)}.strategy"
 
 
 def know_machines(context: Context) -> RunMachines:
-    """Returns what the ranks run on; collective between processes when they are first asked for it."""
+    """Returns the machines of all ranks, gathered and measured when first asked for; collective between
+    processes then.
+    """
     comm = context.comms[0] if context.has_other_processes and context.planning.dry is None else None
     if context.planning.machines is not None and context.planning.machines.comm is comm:
         return context.planning.machines
@@ -166,15 +177,15 @@ def know_machines(context: Context) -> RunMachines:
 
 
 def is_same_link(then_s: float, context: Context) -> bool:
-    """Tells whether an exchange between hosts takes about as long as it did."""
+    """Returns True if an exchange between hosts now takes about as long as ``then_s`` seconds."""
     now_s = know_machines(context).exchange_s
     slower, faster = max(then_s, now_s), min(then_s, now_s)
     return slower <= _OTHER_LINK * faster or slower - faster < _OTHER_LINK_S
 
 
 def _machine(context: Context) -> tuple[object, ...]:
-    """Returns what of this host, but for its name, and of the configuration `auto_parallel` depends on, beside the
-    program and the settings.
+    """Returns what `auto_parallel` depends on besides the program and the settings: properties of this host, except its
+    name, and configuration keys.
     """
     limit, _ = limit_bytes(context)
     config = {k: context.config[k] for k in ("pipeline.stages", "communication.in_process_ranks", "mesh.profile")}
@@ -197,8 +208,8 @@ def _digest(*values: object) -> str:
 
 @cache
 def code_digest() -> tuple[str, ...]:
-    """Returns an identifier of the code's version: versions, and a digest of each source's modification time and
-    size.
+    """Returns the version of the code: TensorFlow's and Python's versions, and a digest of the modification time and
+    size of each source file.
     """
     import tensorflow as tf
 
@@ -215,7 +226,7 @@ def code_digest() -> tuple[str, ...]:
 
 
 def files_of(context: Context, settings: PlanSettings) -> CacheFolder | None:
-    """Returns the run's cache folder; None: nothing is cached."""
+    """Returns the run's cache folder; None: nothing is cached, or passes are being observed and must run."""
     folder = folder_of(context)
     return (
         None if folder is None or settings.observer.is_on else CacheFolder(folder)
@@ -223,27 +234,31 @@ def files_of(context: Context, settings: PlanSettings) -> CacheFolder | None:
 
 
 def get_kept(files: CacheFolder, name: str, what: str) -> bytes | None:
-    """Returns the data cached under a name; logs it if they are damaged."""
+    """Returns the data cached under a name; None: there are none, or they are damaged, which is logged.
+
+    Args:
+      what: describes the data, for the warning.
+    """
     try:
         return files.get(name)
     except OSError:
         return None  # `put_kept` logs the reason
     except DamagedFileError:
-        log.warning(f"{what} that was kept is damaged, and is made anew")
+        log.warning(f"{what} in the cache (mesh.plan_cache) is damaged, and is made anew")
         return None
 
 
 def put_kept(files: CacheFolder, context: Context, name: str, data: bytes) -> None:
-    """Caches ``data`` under a name; logs once if that fails."""
+    """Caches ``data`` under a name; if that fails, warns once in a run."""
     try:
         files.put(name, data)
     except OSError as error:
         if not context.reports.plans_not_kept:
             context.reports.plans_not_kept = True
-            log.warning(f"plans are not kept for later runs ({error}); plan_cache names another folder")
+            log.warning(f"plans are not kept for later runs ({error}); set mesh.plan_cache to another folder")
 
 
 def _say_and_forget(files: CacheFolder, name: str, program: Program) -> None:
-    log.warning(f"the plan that was kept of `{program.name}` is not legal, and is made anew")
+    log.warning(f"the plan of `{program.name}` in the cache (mesh.plan_cache) is not legal, and is made anew")
     with contextlib.suppress(OSError):
         files.remove(name)

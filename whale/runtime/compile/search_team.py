@@ -1,7 +1,7 @@
 """Lets ranks with a core of their own help rank 0 in its search for a strategy.
 
-Rank 0 broadcasts one message after the other to every rank, until it has chosen or failed. Every rank answers each
-request, with an empty answer if the request is not for it.
+Rank 0 broadcasts messages to all ranks, one after the other, until it has chosen a strategy or failed. Every rank
+answers each request, with an empty answer if the request is not for it.
 
 find_together     returns rank 0's strategy on every rank, and its plan on the rank that made it
 
@@ -28,13 +28,20 @@ from whale.planner.graph_search.team import Answer, Asked, Member
 from whale.runtime.context import Context
 from whale_ops.communicator import Communicator
 
-# The kinds of messages: what one asks for, or says.
+# First byte of rank 0's messages: a request for a prediction or a plan, the chosen strategy, or an error.
 _PREDICT, _PLAN, _CHOSEN, _FAILED = b"A", b"P", b"C", b"E"
 _BROKEN = b"!"  # begins an answer that is the member's own error
 
 
 class RankTeam:
-    """The helping ranks, as rank 0 sees them; see `whale.planner.graph_search.team.Team`."""
+    """Represents the helping ranks on rank 0; implements `whale.planner.graph_search.team.Team`.
+
+    Args:
+      comm: communicator of all ranks.
+      key: prefix of the messages' keys.
+      purpose: describes the search, for errors of ranks that make another call.
+      helpers: the ranks that help.
+    """
 
     def __init__(self, comm: Communicator, key: str, purpose: str, helpers: Sequence[int]) -> None:
         self._comm, self._key, self._purpose = comm, key, purpose
@@ -45,12 +52,12 @@ class RankTeam:
         self.size = 1 + len(helpers)
 
     def ask(self, ways: Sequence[Asked]) -> None:
-        """Assigns one strategy each to the helpers, which begin at once."""
+        """Sends each helper one strategy to predict; they begin at once, and ``answers`` collects the results."""
         self._asked = self._helpers[: len(ways)]
         self._say(_PREDICT + msgspec.msgpack.encode(dict(zip(self._asked, ways, strict=True))))
 
     def answers(self) -> list[Answer]:
-        """Returns the helpers' predictions.
+        """Returns the predictions of the helpers that were asked last, in the order of the strategies.
 
         Raises:
           PlanError: a helper failed with an error of its own.
@@ -58,8 +65,11 @@ class RankTeam:
         return [msgspec.msgpack.decode(said, type=Answer) for said in self._collect_answers()]
 
     def plan(self, member: int, strategy: ParallelStrategy) -> tuple[Plan, int]:
-        """Returns the plan of a strategy that a helper has predicted, and the bytes of the rank with the highest
-        peak.
+        """Returns the plan of a strategy that a helper has predicted, and the predicted peak bytes of the rank with
+        most.
+
+        Args:
+          member: number of the helper in the team, from 1.
         """
         self._asked = [self._helpers[member - 1]]
         self._say(_PLAN + msgspec.msgpack.encode((self._asked[0], strategy)))
@@ -67,7 +77,7 @@ class RankTeam:
         return plan_from_json(plan), int(held_bytes)
 
     def end(self, chosen: ChosenStrategy | None, error: str = "") -> None:
-        """Sends all ranks the chosen strategy, or the reason why there is none."""
+        """Sends all ranks the chosen strategy, or the reason why there is none, which ends their helping."""
         if self._asked:
             try:
                 self._collect_answers()
@@ -80,7 +90,7 @@ class RankTeam:
         self._comm.broadcast_bytes(f"{self._key}/{self._number}", message, purpose=self._purpose)
 
     def _collect_answers(self) -> list[bytes]:
-        """Returns the answers of the ranks that got the latest request."""
+        """Returns the answers to the latest request, of the ranks that it was for."""
         asked, self._asked = self._asked, ()
         said = _answers(self._comm, self._key, self._number, b"", self._purpose)
         for rank in asked:
@@ -96,14 +106,20 @@ def find_together(
     plans: Callable[[], Plans],
     look: Callable[[RankTeam], tuple[ChosenStrategy, Made]],
 ) -> tuple[ChosenStrategy, Made | None]:
-    """Returns the strategy chosen by ``look`` on rank 0; and its plan on the rank that made it. Collective between
+    """Returns on every rank the strategy that ``look`` chooses on rank 0, while other ranks help. Collective between
     processes.
 
     Args:
-      plans: caches the plans of a helper's strategies.
+      key: prefix of the messages' keys.
+      purpose: describes the search, for errors of ranks that make another call.
+      plans: creates the maker of plans that a helper uses.
+      look: searches on rank 0, given the team; returns the strategy and its plan.
+
+    Returns:
+      the strategy; and its plan on the ranks that have made it, None on others.
 
     Raises:
-      PlanError: no strategy was chosen, on any rank.
+      PlanError: on every rank, if no strategy was chosen.
     """
     comm = context.comms[0]
     # Where ranks outnumber cores, helping would slow rank 0 down.

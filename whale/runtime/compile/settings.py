@@ -1,4 +1,4 @@
-"""Turns the configuration of a run into the planner's settings."""
+"""Translates the configuration of a run into the planner's settings."""
 
 from __future__ import annotations
 
@@ -26,11 +26,15 @@ from whale.runtime.compile.offload import has_compute_device
 from whale.runtime.context import Context
 from whale_ops.processor import can_multiply_by_avx2
 
-_SCORES_PART = 256  # of a GPU's memory: two such tensors of each of 32 layers are a quarter of it
+_SCORES_PART = 256  # this part of a GPU's memory: two such tensors in each of 32 layers fill a quarter of the memory
 
 
 def settings_of(context: Context) -> PlanSettings:
-    """Returns the planner's settings for the run."""
+    """Returns the planner's settings for the run.
+
+    Raises:
+      PlanError: ``pipeline.stages`` is set without ``mesh.auto_parallel``.
+    """
     config = context.config
     if config["pipeline.stages"] and not config["mesh.auto_parallel"]:
         raise PlanError(
@@ -81,13 +85,16 @@ def settings_of(context: Context) -> PlanSettings:
 
 
 def choose_scores_bytes(config: Config, gpus: Sequence[OwnGpu | None]) -> int:
-    """Returns from how many bytes of scores on attention is computed in blocks, which takes time: as configured, or as
-    the smallest GPU's memory allows, if every rank has one.
+    """Returns the bytes of attention scores from which attention is computed in blocks, which saves memory and takes
+    time.
+
+    It is the configured number; if that is not set and every rank has a GPU, at least a fixed part of the smallest
+    GPU's free memory.
 
     Decision: 0205.
 
     Args:
-        gpus: of the ranks.
+      gpus: each rank's GPU; None: it has none.
     """
     asked = int(config["memory.attention_scores_bytes"])
     if config.origin("memory.attention_scores_bytes") != "default" or not gpus:
@@ -97,7 +104,7 @@ def choose_scores_bytes(config: Config, gpus: Sequence[OwnGpu | None]) -> int:
 
 
 def _list_gpus(context: Context) -> Sequence[OwnGpu | None]:
-    """Returns the ranks' GPUs, as far as they are known here; the same on all ranks."""
+    """Returns each rank's GPU as far as known in this process; equal on all ranks. (): not known."""
     if context.gpus:
         return context.gpus
     if context.planning.dry is not None:
@@ -106,9 +113,14 @@ def _list_gpus(context: Context) -> Sequence[OwnGpu | None]:
 
 
 def choose_fused(cluster: Cluster | None, asked: FuseSettings) -> FuseSettings:
-    """Returns which of the requested fused operations replace the program's, on a described cluster or in this process.
+    """Returns which of the requested fused kernels are used.
 
-    Their kernels run on CPUs only, but for XLA's; which matrix library a described CPU uses is unknown.
+    All except XLA's run on CPUs only. Padding for the matrix library needs AVX2, which is unknown for a described
+    cluster.
+
+    Args:
+      cluster: the described devices of a dry run; None: this process's devices.
+      asked: the kernels that the configuration requests.
     """
     if has_compute_device() if cluster is None else cluster.kinds != {"cpu"}:
         return FuseSettings(xla=asked.xla)

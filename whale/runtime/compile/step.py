@@ -1,4 +1,6 @@
-"""Compiles a step of ``wh.function``: from its arguments to the callable for each batch."""
+"""Compiles a step of ``wh.function``: from its arguments to a callable that runs it on each batch
+(``compile_step``).
+"""
 
 from __future__ import annotations
 
@@ -69,14 +71,18 @@ from whale_ops.memory import trim
 
 @dataclass(frozen=True)
 class Step:
-    """One compiled specialisation of a step: its callable, its other arguments, and the seconds of compiling after
-    tracing.
+    """Represents a step that is compiled for one set of argument shapes, dtypes and Python values.
 
-    ``compiled``: the result of compilation; None: an earlier run lowered it.
-
-    ``gathers``: of a batch of which each rank read its rows it takes the whole, which is gathered for each call.
-    ``is_first``: it gives variables that it creates their first values, and is for one call.
-    ``is_common``: it serves several sizes of its arguments, none of which it knows.
+    Attributes:
+      call: takes the tensors of a call and returns the user's structure of results.
+      captured: the trace.
+      plan: returns the plan.
+      seconds: phase of compilation after tracing -> seconds.
+      gathers: whether the step needs the whole batch, so that a batch of which each rank has its rows is all-gathered
+        for each call.
+      compiled: the result of compilation; None: an earlier run has lowered the step.
+      is_first: whether the step gives variables that it creates their first values, and serves one call only.
+      is_common: whether it serves several sizes of its arguments, which it does not know.
     """
 
     call: Callable[[list[Any]], Any]
@@ -89,7 +95,9 @@ class Step:
     is_common: bool = False
 
     def own(self, tensors: Iterable[Any], context: Context) -> list[Any]:
-        """Returns this rank's part of the tensors of a call, as the lowered step takes them."""
+        """Returns the tensors of a call as the lowered step takes them: of a batch this rank's rows, or all rows if the
+        step ``gathers``.
+        """
         if not self.gathers:
             return [rows_of_run(t, context) for t in tensors]
         return [
@@ -100,16 +108,17 @@ class Step:
         ]
 
 
-# Whether steps that are called while a graph is captured are functions of their own in it.
+# Whether steps that are called while a graph is captured become functions of their own in it, or are inlined.
 _nested: contextvars.ContextVar[bool] = contextvars.ContextVar("whale_nested", default=False)
 
 
 @contextlib.contextmanager
 def captures_steps(nested: bool = False) -> Iterator[None]:
-    """Makes steps that a graph's function calls inside this context part of that graph.
+    """Makes steps that are called while a graph is built inside this context part of that graph.
 
     Args:
-      nested: as functions that it calls, as one process has them: the graph is TensorFlow's, to save or to show.
+      nested: whether they become functions of their own in it, as in one process, because TensorFlow saves or shows the
+        graph; otherwise Whale captures it, and they are inlined.
     """
     tokens = capturing.set(True), _nested.set(nested)
     try:
@@ -120,12 +129,17 @@ def captures_steps(nested: bool = False) -> Iterator[None]:
 
 
 def are_steps_nested() -> bool:
-    """Tells whether steps are functions of their own in the graph that is captured."""
+    """Returns True if steps become functions of their own in the graph that is being captured."""
     return _nested.get()
 
 
 def tensors_of(arguments: Arguments, step: Step, context: Context, drawn: Sequence[Any] = ()) -> list[Any]:
-    """Returns the arguments of ``step.call`` for these arguments, and for the batches that were drawn for it."""
+    """Returns the tensors to pass to ``step.call``: the batches drawn for it, and then its arguments, converted to its
+    dtypes.
+
+    Args:
+      drawn: tensors of batches that the step reads from iterators.
+    """
     specs = step.captured.function.structured_input_signature[0]
     own = step.own([*drawn, *arguments.tensors], context)
     return own[: len(drawn)] + [
@@ -144,14 +158,14 @@ def compile_step(
     drawing: IteratorReads | None = None,
     shapes: Sequence[Dims | None] | None = None,
 ) -> Step:
-    """Traces, plans and lowers ``fn(*args, **kwargs)``, whose arguments are ``arguments``. Collective between
-    processes.
+    """Traces, plans and lowers the step ``fn(*args, **kwargs)``. Collective between processes.
 
     Args:
-      shared: the trace that one process would use.
-      drawing: reads the batches that ``fn`` takes of iterators.
-      shapes: of the arguments' tensors, with None for sizes that the step is not to know: it serves all of them, and
-        every rank computes the whole batch. None: those of the arguments.
+      arguments: ``args`` and ``kwargs``, flattened.
+      shared: the trace that one process would use for them.
+      drawing: draws the batches that ``fn`` reads from iterators; None: it reads none.
+      shapes: of the arguments' tensors, with None for sizes that the step must not know; it then serves all of them,
+        and every rank computes the whole batch. None: the arguments' own shapes.
     """
     with (
         open_span(context.trace, f"compile {getattr(fn, '__name__', 'function')}", "compile"),
@@ -203,7 +217,7 @@ def _compile(
         if trace.is_first:
             trace = _check_first(trace, lambda: trace_step(bool(marks), drawing and drawing.repeat()), context)
     if context.config["memory.offload"] and context.planning.dry is None:
-        compute_device(context.config)  # refused before anything is sent
+        compute_device(context.config)  # raises before any exchange
     tensors = [*(drawing.tensors if drawing is not None else ()), *arguments.tensors]
     local = {t.op.name: own.sizes for t, own in zip(trace.inputs, tensors) if isinstance(own, ShardedTensor)}
     parts = tuple(local)
@@ -229,7 +243,12 @@ def _compile(
 
 
 def _check_first(trace: Trace, again: Callable[[], Trace], context: Context) -> Trace:
-    """Returns the trace to run where the first call gives variables their values; dry runs are about later calls."""
+    """Returns the trace to compile for a first call that initialises variables: ``trace``, or in a dry run a new trace,
+    which is that of later calls.
+
+    Raises:
+      ProgramError: the run is elastic, so that the call might be repeated.
+    """
     if context.elastic is not None:
         raise ProgramError(
             "a step creates variables whose first values depend on the step, and the run is elastic",
@@ -254,15 +273,16 @@ def _lower(
     """Plans and lowers a trace, and returns its step.
 
     Args:
-      local: inputs of which this rank gets its own rows only, with the rows of every rank.
-      parts: inputs of which this rank has its own rows only.
-      kept: the name under which it is cached for later runs; "": it is not.
+      local: inputs of which this rank gets its own rows only -> the rows of every rank.
+      parts: inputs of which this rank is passed its own rows only, even if the step then gathers them.
+      kept: the name under which the step is cached for later runs; "": it is not cached.
       traced: traces the step again, with its gradients marked.
-      whole: every rank computes the whole batch.
+      streams: prefix of the names of its random streams.
+      whole: whether every rank computes the whole batch.
     """
     captured = _in_scopes(trace.read(), context)
-    # A pipeline's stages cut micro-batches out of the whole batch, each what it computes. A saved plan of several axes
-    # was made of whole batches, too, whose rows it may divide otherwise than by ranks. So may micro-batches.
+    # A pipeline's stages cut micro-batches out of the whole batch. A saved plan with several axes was made for whole
+    # batches, too, and may divide rows differently from the ranks' own rows; so may micro-batches.
     staged, saved = has_stages(captured.program), context.planning.saved
     gathers = (whole and bool(parts)) or (
         bool(local)
@@ -319,8 +339,8 @@ def _take_ready(
     context: Context,
     streams: str,
 ) -> Step:
-    """Returns the step of a trace that an earlier run has lowered, under the name ``kept``. Collective between
-    processes.
+    """Returns the step of a trace that an earlier run has lowered and cached under the name ``kept``. Collective
+    between processes.
     """
     start_s = time.perf_counter()
     number, context.programs = context.programs, context.programs + 1
@@ -347,7 +367,7 @@ def _take_ready(
 
 
 def _connect(ready: Ready, context: Context) -> None:
-    """Connects the groups of ranks whose GPUs exchange in a step, before it runs; collective in each group."""
+    """Connects the groups of ranks whose GPUs exchange data in a step, before it runs; collective in each group."""
     if context.planning.dry is not None or len(context.comms) != 1 or not ready.connects:
         return
     try:
@@ -366,17 +386,18 @@ def _foresee(
     whole: bool,
     context: Context,
 ) -> None:
-    """Has the ranks compare the first training step under a predicted strategy with its prediction; collective.
+    """Sets up the comparison of the first training program's steps with their prediction; does nothing if none was
+    predicted. Collective.
 
     Args:
-      kept, local, whole: as of `_lower`.
+      kept, local, whole: as of ``_lower``.
     """
     planning, auto = context.planning, context.planning.auto
     if auto is None or not auto.step_s or planning.dry is not None or planning.forecast is not None:
         return
     if not ready.trains or trace.is_first or not context.has_other_processes:
         return
-    # Calls of GPUs end before their steps do.
+    # On GPUs a call returns before its step has ended, so calls cannot be timed.
     on_gpu = b"1" if has_gpu() else b""
     if any(context.comms[0].allgather_bytes("whale/forecast/gpus", on_gpu, context.config["debug.check_timeout_s"])):
         return
@@ -411,13 +432,18 @@ def _foresee(
 
 
 def _predict_moving_s(found: SearchedAgain, context: Context) -> tuple[float, str]:
-    """Returns the seconds in which variables go over to another strategy, and "", or why they cannot."""
+    """Returns the seconds that it takes to move all variables to another strategy, and ""; or infinity and the reason
+    why they cannot move.
+    """
     whole_bytes, largest_bytes = context.variables.whole_bytes
     if context.variables.has_files:
-        return math.inf, "tables lie in files of their ranks"
+        return math.inf, "embedding tables are stored in files of their ranks"
     if whole_bytes + 2 * largest_bytes > found.least_bytes:
-        return math.inf, f"all variables, which take {format_bytes(whole_bytes)}, do not fit into a rank in between"
-    return 2 * whole_bytes / found.bytes_per_s, ""  # they come together, and are sent as a program's new ones
+        return (
+            math.inf,
+            f"all variables together ({format_bytes(whole_bytes)}) do not fit into one rank during the change",
+        )
+    return 2 * whole_bytes / found.bytes_per_s, ""  # they are gathered, and then broadcast as new variables are
 
 
 def _adopt(
@@ -431,7 +457,7 @@ def _adopt(
         new = [id(c.handle) for c in variables if not context.variables.is_owner_of(c.variable)]
         context.variables.adopt(variables, context, uses, on_host)
         if context.outside is not None:
-            context.outside.forget_written(new)  # they have the first rank's values
+            context.outside.forget_written(new)  # new variables have just got the first rank's values
         context.variables.classify(variables, kinds)
 
 
@@ -446,7 +472,7 @@ def _step(
     context: Context,
     compiled: Compiled | None = None,
 ) -> Step:
-    """Creates a step whose calls are compared between the ranks, if the configuration asks for that."""
+    """Creates the step, whose arguments and replicas are compared between the ranks at calls as configured."""
     call = compare_arguments(call, context, ready.program, tied.inputs, parts, dict(tied.captures))
     call = wrap_with_replica_check(call, context, ready.program, {id(v.handle) for v in tied.variables})
     trim()
@@ -454,13 +480,13 @@ def _step(
 
 
 def _in_scopes(captured: Captured, context: Context) -> Captured:
-    """Adds the scopes of variables, of the run and of its annotations to a captured program."""
+    """Returns a captured program with the scopes of its variables, of the run and of its annotations."""
     return put_in_named_scopes(_with_scopes(captured, context), context)
 
 
 def _with_scopes(captured: Captured, context: Context) -> Captured:
-    """Adds the scopes in which variables were created (nodes that read one join them), and the run's default scope, if
-    any.
+    """Returns a captured program in which variables have the scopes in which they were created (nodes that read one
+    join it), and other nodes the run's default scope, if any.
     """
     program = captured.program
     scopes = {c.node: getattr(c.variable, SCOPE_ATTR, "") for c in captured.variables}

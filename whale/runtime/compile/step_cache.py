@@ -1,9 +1,9 @@
 """Caches lowered steps for later runs of the same program: the key ``mesh.plan_cache``.
 
-The cache key of a step consists of all inputs of a rank's program: its trace, the configuration, the layouts of
-variables and batches, the rank, and the code. Cached are the functions for TensorFlow, and what Whale does with them at
-each call; a run that uses them does not read, plan or lower the trace. Ranks use cached steps only if all have one,
-from the same plan.
+The cache key of a step covers all inputs of a rank's compilation: its trace, the configuration, the layouts of
+variables and batches, the rank, and the code. Cached are the TensorFlow functions, and what Whale does with them at
+each call, so that a later run neither reads, plans nor lowers the trace. Ranks use cached steps only if all of them
+have one, made from the same plan.
 
 Decision: 0096.
 """
@@ -41,34 +41,42 @@ from whale.runtime.compile.settings import settings_of
 from whale.runtime.compile.tensorflow_functions import LoweredFunction
 from whale.runtime.context import Context, make_unique_name
 
-# Of the configuration what changes nothing of what ranks run.
+# Configuration keys that do not change what ranks run, and so are no part of the cache key.
 _NO_MATTER = frozenset({"mesh.plan_cache", "debug.log", "debug.trace", "batch.prefetch", "debug.check_timeout_s"})
 
 
 class Ready(msgspec.Struct, frozen=True):
-    """A lowered step, as it is called and kept.
+    """Represents a lowered step, with all that is needed to call it and to cache it.
 
     Attributes:
-      program: its name; inputs: what it takes, in words.
-      main: the function to call; passed, handles, outputs: see ``LoweredFunction``.
-      variables: nodes of those that it has.
-      uses: what it does with those that not all ranks hold alike; kinds: parameters, optimizer state or buffers.
-      offloaded: variables in the host's memory.
-      communicates: whether it needs the op library; rolled: whether it has micro-batches.
+      program: name of the program.
+      inputs: its inputs in words.
+      main: name of the function to call.
+      passed, handles, outputs: see ``LoweredFunction``.
+      variables: handle nodes of its variables.
+      uses: handle node -> how the step uses a variable that not all ranks hold alike.
+      kinds: handle node -> parameters, optimizer state or buffers.
+      offloaded: handle nodes of variables in the host's memory.
+      communicates: whether it needs the op library.
+      rolled: whether it has micro-batches.
       trains: whether it updates variables.
-      most_bytes: what it takes of memory at most.
-      crossing_bytes: what it copies to the host's memory, and from it.
-      whole: what was said of a step that is not divided; on_device: of tables that it has whole.
-      matched: annotations that this program, or one before, had something for.
-      chosen: the strategy that `auto_parallel` found for it, as JSON; empty: it did not.
-      gathers: of a batch of which each rank read its rows it takes the whole; staged: it has stages.
-      lends: whether ranks lend their cores to the first one, which computes it.
-      connects: groups of ranks whose GPUs exchange in it.
-      tag: what the names of its functions begin with; streams: those of its random streams.
-      exchange_s: seconds of a small exchange between hosts when it was made; 0: all ranks were on one.
-      strategy_name: under which the strategy is cached; "": it is not.
-      agreed: equal on all ranks that lowered it together, and on no others.
-      plan: as JSON; definitions: serialised FunctionDefs, callees first. Both are there in what is kept only.
+      most_bytes: predicted peak bytes.
+      crossing_bytes: bytes that a step copies to the host's memory, and from it; None: nothing is offloaded.
+      whole: warning about a program that is not divided; "": none.
+      on_device: message about embedding tables that are not in the host's memory; "": none.
+      matched: annotations that matched names in this program or an earlier one.
+      chosen: the strategy that `auto_parallel` found, as JSON; empty: it did not run.
+      gathers: whether the step needs the whole batch even if each rank has read its own rows.
+      staged: whether it has pipeline stages.
+      lends: whether ranks lend their cores to the first one, which computes the step.
+      connects: groups of ranks whose GPUs exchange data in the step.
+      tag: prefix of the names of its functions.
+      streams: prefix of the names of its random streams.
+      exchange_s: seconds of a small exchange between hosts when it was made; 0: all ranks were on one host.
+      strategy_name: name under which the strategy is cached; "": it is not.
+      agreed: digest that is equal on ranks that lowered the step together, and on no others.
+      plan: as JSON; set in the cached form only.
+      definitions: serialised FunctionDefs, callees first; set in the cached form only.
     """
 
     program: str
@@ -103,10 +111,10 @@ class Ready(msgspec.Struct, frozen=True):
     definitions: tuple[bytes, ...] = ()
 
     def function(self, streams: str) -> LoweredFunction:
-        """Returns the functions for TensorFlow, under names that are unique in this process.
+        """Returns the cached TensorFlow functions, renamed so that their names are unique in this process.
 
         Args:
-          streams: prefix of the names of the trace's streams in this process.
+          streams: prefix of the names of the trace's random streams in this process.
         """
         tag = new_tag(self.tag[: -_DIGITS - 1])
         changes = [(self.tag.encode(), tag.encode()), (self.streams.encode(), streams.encode())]
@@ -120,7 +128,7 @@ class Ready(msgspec.Struct, frozen=True):
         )
 
     def read_plan(self) -> Plan:
-        """Returns the plan of all ranks."""
+        """Returns the plan, decoded from its JSON."""
         return plan_from_json(self.plan)
 
 
@@ -128,24 +136,27 @@ _DIGITS = 8
 
 
 def new_tag(name: str) -> str:
-    """Returns a name for a step's functions; its length is equal in all processes."""
+    """Returns a unique prefix for the names of a step's functions; its number has a fixed width, so that renaming keeps
+    lengths.
+    """
     return make_unique_name(name, _DIGITS)
 
 
 def find(
     trace: Trace, local: Mapping[str, tuple[int, ...]], layouts: Mapping[str, Tiles], number: int, context: Context
 ) -> tuple[str, Ready | None]:
-    """(the name under which a rank keeps a step, "" if it does not; what it has kept, if that is of use).
+    """Returns the name under which this rank caches a step ("": it does not), and the cached step if it can be used,
+    else None.
 
     Collective between processes under `auto_parallel`.
 
     Args:
-      local: inputs of which this rank is given its own rows only, with the rows of every rank.
-      layouts: how variables lie that earlier programs have fixed, by handle node.
+      local: inputs of which this rank gets its own rows only -> the rows of every rank.
+      layouts: handle node -> layout of the variables that earlier programs have fixed.
       number: of the program in this run.
     """
     if _is_auto(context):
-        know_machines(context)  # by all ranks, also where one keeps nothing
+        know_machines(context)  # collective, so all ranks call it, even one that caches nothing
     files = files_of(context, settings_of(context)) if _may_keep(context) else None
     if files is None:
         return "", None
@@ -156,7 +167,7 @@ def find(
     try:
         found = msgspec.msgpack.decode(data, type=Ready)
     except (ValueError, TypeError) as error:
-        log.warning(f"the lowered step that was kept of `{trace.name}` cannot be read ({error}), and is made anew")
+        log.warning(f"the lowered step of `{trace.name}` in the cache cannot be read ({error}), and is made anew")
         return name, None
     limit, _ = limit_bytes(context)
     same = found.most_bytes <= limit and (not _is_auto(context) or is_same_link(found.exchange_s, context))
@@ -164,10 +175,10 @@ def find(
 
 
 def keep(name: str, ready: Ready, function: LoweredFunction, plan: Plan, context: Context) -> None:
-    """Caches a lowered step for later runs.
+    """Caches a lowered step for later runs, unless the search of `auto_parallel` ran out of time.
 
     Args:
-      name: as ``find`` returned.
+      name: as ``find`` returned it; "": nothing is cached.
     """
     files = files_of(context, settings_of(context)) if name else None
     if files is None or not context.planning.searched_all:
@@ -182,10 +193,10 @@ def keep(name: str, ready: Ready, function: LoweredFunction, plan: Plan, context
 
 
 def correct(name: str, chosen: ChosenStrategy, context: Context) -> None:
-    """Changes what is said of the strategy of a cached step, which stays the same.
+    """Changes the predicted figures of the strategy in a cached step; the step itself stays the same.
 
     Args:
-      name: as ``find`` returned.
+      name: as ``find`` returned it.
     """
     files = files_of(context, settings_of(context)) if name else None
     if files is None or (data := get_kept(files, name, "the lowered step")) is None:
@@ -197,10 +208,11 @@ def correct(name: str, chosen: ChosenStrategy, context: Context) -> None:
 
 
 def remember(ready: Ready, plan: Callable[[], Plan], predicted: Callable[[], dict[str, int]], context: Context) -> None:
-    """Records the same facts about a cached step in the run's context as for programs compiled in this run.
+    """Records in the run's context what compiling a step would have recorded, for a step that comes from the cache;
+    logs its messages.
 
     Args:
-      predicted: bytes that the step needs on this process's first rank, by category.
+      predicted: returns the bytes by category that the step needs on this process's first rank.
     """
     first = context.rank == 0
     if ready.chosen and context.planning.auto is None:
@@ -229,8 +241,8 @@ def _is_auto(context: Context) -> bool:
 
 
 def _may_keep(context: Context) -> bool:
-    """Tells whether a rank's program depends only on inputs that ``_digest`` covers, and nothing else needs the
-    program.
+    """Returns True if a rank's lowered step depends only on what ``_digest`` covers, and nothing needs the program
+    itself (a dry run, a meter).
     """
     others = (
         context.planning.dry,

@@ -1,4 +1,4 @@
-"""Builds the callable of a step: a lowered function with its variables and captured tensors."""
+"""Builds the callable of a step, which passes a lowered function its variables and captured tensors."""
 
 from __future__ import annotations
 
@@ -31,11 +31,15 @@ def callable_step(
     context: Context,
     ranks: Sequence[Program] = (),
 ) -> Callable[[list[Any]], Any]:
-    """Returns a closure that calls the lowered function: it takes tensors, and returns the user's structure.
+    """Returns a callable that runs the lowered function: it takes the tensors of a call, and returns the user's
+    structure of results.
 
     Args:
+      tied: the trace, with its variables and captures.
+      function: the lowered functions, registered here with TensorFlow.
+      plan: returns the plan.
       number: of the program in this run.
-      ranks: the ranks' programs, for runs that continue without lost ranks.
+      ranks: the programs of this process's ranks; needed in elastic runs only.
     """
     device = compute_device(context.config) if ready.offloaded else None
     tf_ctx = tf_context.context()
@@ -102,10 +106,10 @@ def _forget(context: Any, names: Sequence[str]) -> None:
 
 
 def _as_lowered(call: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
-    """Wraps ``call`` so that TensorFlow's graph optimizer skips its graph: with micro-batches it consists of sums and
-    updates.
+    """Wraps ``call`` so that TensorFlow's graph optimizer skips its main graph, which with micro-batches only adds
+    gradients and updates variables.
 
-    The functions that micro-batches compute are optimised separately (whale_ops/tf_kernels/call_kernel.cc).
+    The functions that compute micro-batches are optimised separately (whale_ops/tf_kernels/call_kernel.cc).
     """
     context = tf_context.context()
     usual = context.function_call_options

@@ -1,4 +1,4 @@
-"""Converts ranks' programs to TensorFlow functions and graphs that the runtime can register and call.
+"""Lowers ranks' programs to TensorFlow FunctionDefs and GraphDefs, which the runtime registers and calls.
 
 Decision: 0014.
 """
@@ -26,14 +26,14 @@ _WORD = 0xFFFFFFFFFFFFFFFF
 
 @dataclass(frozen=True)
 class LoweredFunction:
-    """A callable TensorFlow function of a step.
+    """Represents a step as a callable TensorFlow function.
 
     Attributes:
       name: of the function to call.
       definitions: FunctionDefs to register, callees first.
       inputs: node names of the tensors to pass, in order.
-      handles: per rank that runs in this process, the variable nodes whose handles follow, in order.
-      outputs: number of results (those of the first of these ranks).
+      handles: for each rank of this process, the variable nodes whose handles follow these, in order.
+      outputs: number of results; they are those of the first of these ranks.
     """
 
     name: str
@@ -44,14 +44,16 @@ class LoweredFunction:
 
 
 def communicates(ranks: Sequence[Program]) -> bool:
-    """Tells whether the ranks' programs need the op library: they communicate, have micro-batches, or share streams."""
+    """Returns True if the ranks' programs need the op library: they have ops of Whale (exchanges, micro-batches) or
+    share random streams.
+    """
     return has_streams(ranks) or any(
         n.op.startswith("Whale") for r in ranks for graph in (r, *r.functions.values()) for n in graph.nodes
     )
 
 
 def load_ops(ranks: Sequence[Program]) -> None:
-    """Loads the op library where the ranks' programs need it."""
+    """Loads Whale's op library if the ranks' programs need it."""
     if communicates(ranks):
         import whale_ops
 
@@ -61,14 +63,14 @@ def load_ops(ranks: Sequence[Program]) -> None:
 def lower_to_function(
     ranks: Sequence[Program], tag: str, streams: str = "", threads: Sequence[int] = ()
 ) -> LoweredFunction:
-    """Creates functions for the ranks of this process; several ranks (in-process transport) run concurrently in one
-    call.
+    """Creates the functions of a step for the ranks of this process; several ranks (in-process transport) run
+    concurrently in one call.
 
     Args:
-      ranks: their programs (see whale.partition.spmd); same inputs and outputs.
+      ranks: the programs of the ranks (see whale.partition.spmd), with equal inputs and outputs.
       tag: unique in the process; prefix of all function names.
       streams: prefix of the names of their random streams; "": each random operation has a stream of its own.
-      threads: of each rank, if it computes on cores that others lend; 0, and (): with this process's own.
+      threads: for each rank, the number of threads on cores that other ranks lend; 0 or (): TensorFlow's own threads.
     """
     threads = threads or (0,) * len(ranks)
     called = len(ranks) > 1 or any(threads)
@@ -83,7 +85,7 @@ def lower_to_function(
         definitions += function_definitions(renamed)
         variables = tuple(v.node for v in renamed.variables)
         if i > 0:
-            # Nobody reads this rank's results, but the first rank waits for the communication behind them.
+            # This rank's results are not read, but the first rank waits for exchanges that they depend on.
             wanted = dict.fromkeys(r.node for r in renamed.outputs if r.node not in renamed.inputs + variables)
             renamed = replace(renamed, effects=tuple(dict.fromkeys((*renamed.effects, *wanted))))
         handles.append(variables)
@@ -103,12 +105,13 @@ def lower_to_function(
 
 
 def function_definitions(program: Program) -> list[Any]:
-    """Returns the FunctionDefs of a program's function bodies."""
+    """Returns the FunctionDefs of the functions that a program's nodes call or branch to."""
     return [encode_function_def(_calls_by_name(_reads_awaited(body)), name) for name, body in program.functions.items()]
 
 
 def _reads_awaited(body: Program) -> Program:
-    """Returns ``body`` with control outputs for its reads as well, so that the caller's successors wait for them.
+    """Returns a function body in which variable reads are control outputs too, so that nodes after the call wait for
+    them.
 
     TensorFlow inlines the bodies of branches into their callers. Nodes that wait for a branch then wait for its effects
     only, and could write a variable before the branch has read it.
@@ -118,9 +121,9 @@ def _reads_awaited(body: Program) -> Program:
 
 
 def _calls_by_name(graph: Program) -> Program:
-    """Returns ``graph`` with each function stored only at its first call, and by name at the other calls.
+    """Returns ``graph`` with each function stored only in its first call node, and named in the other calls.
 
-    TensorFlow's passes visit the function of every node that stores one.
+    TensorFlow's passes visit the function of every node that stores one, so repeated storing costs time.
     """
     held: set[str] = set()
     others: dict[int, dict[str, Any]] = {}  # number of attributes that calls share -> those of all but the first
@@ -153,7 +156,7 @@ def _carries_functions(op: str) -> bool:
 
 
 def _rename_functions(program: Program, tag: str) -> Program:
-    """Gives function bodies names that no other program has, since function names are global in a process."""
+    """Renames function bodies to ``<tag>_body<i>``, since function names are global in a process."""
     names = {old: f"{tag}_body{i}" for i, old in enumerate(program.functions)}
     if not names:
         return program
@@ -181,9 +184,13 @@ def _rename_functions(program: Program, tag: str) -> Program:
 
 
 def _side_by_side(name: str, mains: Sequence[Any], shared: int, threads: Sequence[int]) -> Any:
-    """Creates a function that calls one function per rank concurrently; its results are the first rank's.
+    """Creates a FunctionDef that calls one function per rank concurrently, and returns the first rank's results.
 
-    Its arguments are the ``shared`` inputs, then each rank's own (variable handles). ``threads``: of each, or 0.
+    Args:
+      name: of the new function.
+      mains: the FunctionDef of each rank.
+      shared: number of leading inputs that all ranks take; each rank's own inputs (variable handles) follow.
+      threads: for each rank, the number of threads on lent cores, or 0.
     """
     function = function_pb2.FunctionDef()
     function.signature.name = name
@@ -198,7 +205,8 @@ def _side_by_side(name: str, mains: Sequence[Any], shared: int, threads: Sequenc
         for j, argument in enumerate(main.signature.input_arg[shared:]):
             function.signature.input_arg.add(name=f"rank{i}_{j}", type=argument.type)
             own.append(f"rank{i}_{j}")
-        # TensorFlow's own call would cancel the other ranks before it reports an error, and they may complain first.
+        # TensorFlow's own call op would cancel the other ranks before it reports an error, and one of their errors
+        # might be reported first.
         node = function.node_def.add(name=f"call_{i}", op=CALL)
         node.input.extend(inputs + own)
         node.attr["f"].s = main.signature.name.encode()
@@ -221,22 +229,25 @@ def _side_by_side(name: str, mains: Sequence[Any], shared: int, threads: Sequenc
 
 
 def has_streams(ranks: Iterable[Program]) -> bool:
-    """Tells whether a program draws from random streams that programs share."""
+    """Returns True if one of the programs draws from random streams that programs share."""
     graphs = (graph for one in ranks for graph in (one, *one.functions.values()))
     return any(node.marks.stream for graph in graphs for node in graph.nodes)
 
 
 def with_streams(program: Program, name: str) -> Program:
-    """Makes one rank's program draw from the process's random streams with this prefix.
+    """Makes one rank's program draw from the process's random streams whose names begin with ``name``.
 
-    A stream also advances where the rank does not use the numbers, having no rows: in branches and loops, too.
+    A stream also advances in branches and loops in which the rank has no rows and does not use the numbers, so that all
+    ranks stay in step.
     """
     drawing = _drawing_functions(program)
     return change_other_graphs(program, lambda graph: _make_graph(graph, name, drawing))
 
 
 def _drawing_functions(program: Program) -> frozenset[str]:
-    """Returns the functions that draw from streams which programs share, or call such a function."""
+    """Returns the names of the functions that draw from shared random streams, directly or in a function that they
+    call.
+    """
     found = {name for name, body in program.functions.items() if any(node.marks.stream for node in body.nodes)}
     grew = bool(found)
     while grew:
@@ -261,7 +272,7 @@ def _make_graph(graph: Program, name: str, drawing: Collection[str]) -> Program:
         if not stream:
             nodes.append(node)
         elif node.op in DRAWS_BY_COUNTER:
-            # Micro-batches have seeds of their own: whichever runs first, each goes on in its stream.
+            # Each micro-batch has a seed and so a stream of its own, which makes their order irrelevant.
             made = _draw_by_counter(node, f"{name}/{stream}/{node.attrs.get('seed2', 0)}")
             nodes += made
             effects.append(made[0].name)
@@ -272,7 +283,7 @@ def _make_graph(graph: Program, name: str, drawing: Collection[str]) -> Program:
 
 
 def _draw_by_counter(node: Node, stream: str) -> list[Node]:
-    """Creates nodes that advance the stream's counter, and draw from it."""
+    """Returns nodes that advance the stream's counter, and draw with a stateless op from the place where it was."""
     seed, seed2 = int(node.attrs.get("seed", 0)), int(node.attrs.get("seed2", 0))
     shape, *bounds = node.inputs
     sizes = node.attrs["T"]
@@ -300,7 +311,11 @@ def _draw_by_counter(node: Node, stream: str) -> list[Node]:
 
 
 def _draw_by_kernel(node: Node, stream: str, types: Sequence[TensorType]) -> Node:
-    """Creates the random operation with a kernel that the programs share. ``types``: of its operands."""
+    """Returns a ``WhaleDraw`` node that runs the random operation with a kernel, and its state, that programs share.
+
+    Args:
+      types: of the operation's operands.
+    """
     plain = replace(node, attrs={key: value for key, value in node.attrs.items() if not key.startswith("_")})
     node_def = encode_node_def(plain, "draw", [f"operand_{i}" for i in range(len(node.inputs))])
     attrs = {

@@ -1,3 +1,3 @@
-"""Lets ranks continue when others are slow or gone: divides rows again, and keeps copies of data that only one rank
-has.
+"""Lets ranks continue when others are slow, lost or new: divides rows anew, and keeps copies of variable parts that
+only one rank has. ``elastic_run.Elastic`` is the entry.
 """

@@ -1,4 +1,5 @@
-"""Lets the remaining ranks agree before they continue, and lets a rank that is a step behind catch up.
+"""Lets the remaining ranks of an elastic run agree before they continue, and brings a rank that is one step behind up
+to date.
 
 Decision: 0109.
 """
@@ -20,26 +21,27 @@ from whale.runtime.elastic.call_replay import CallProgress
 
 
 class LoneCommunicator:
-    """A communicator of a single rank."""
+    """Stands for a communicator where a single rank remains: exchanges return its own data."""
 
     rank, size, name = 0, 1, ""
 
     def allgather_bytes(self, key: str, data: bytes, timeout_s: float, purpose: str = "") -> list[bytes]:
-        """Returns the data of the one rank."""
+        """Returns ``[data]``, as there is no other rank."""
         return [data]
 
 
-# What ranks agree on after one piece of news, in order: from where they go on, that all variables are whole, who is in,
-# and, any number of times, that the same ranks plan anew.
+# Kinds of decisions after one loss or join, in order: from which step to continue, that all variables are whole, which
+# ranks are admitted, and, any number of times, that the same ranks plan anew.
 MET, WHOLE, GROWN, ANEW, _KINDS = range(5)
-_TIMES = 1 << 20  # ranks may plan anew so many times after one piece of news
+_TIMES = 1 << 20  # the most times that ranks may plan anew after one loss or join
 
 
 class Agreements:
-    """Decisions that ranks take together: each of them first gets all that it needs to act, then acts.
+    """Carries out decisions that all ranks of a meeting take together: each first gets all the data that it needs, and
+    then acts.
 
-    If one is lost in between, some have acted, and the others could have. All remaining ones meet then, and a rank that
-    has not acted does so if any rank has.
+    If a rank is lost in between, some ranks have acted and the others have not, but could. The remaining ranks then
+    meet again, and a rank that has not acted does so if any other rank has.
     """
 
     def __init__(self) -> None:
@@ -47,21 +49,26 @@ class Agreements:
         self._act: Callable[[], None] = lambda: None
 
     def agree(self, news: int, kind: int, meeting: Any, act: Callable[[], None], time: int = 0) -> None:
-        """Acts once all ranks of a meeting are ready to.
+        """Calls ``act`` once all ranks of the meeting are ready for it.
 
         Args:
           news: number of losses and joins heard so far.
-          time: number of the agreement among those of this kind.
+          kind: of the decision: MET, WHOLE, GROWN or ANEW.
+          meeting: communicator of the ranks.
+          act: carries out the decision on this rank, without exchanges.
+          time: number of the decision among those of this kind.
 
         Raises:
-          CommError: one of them is gone. The decision is carried out in the next meeting, or by no rank.
+          CommError: a rank is gone. The decision is carried out in the next meeting, or by no rank.
         """
         self._number, self._act = _TIMES * (_KINDS * news + kind + 1) + time, act
         gather_bytes(meeting, b"")
         self._do()
 
     def catch_up(self, meeting: Any) -> None:
-        """Acts on what others have acted on, if this rank has agreed on it: a joining rank may not have."""
+        """Carries out the decision that this rank agreed to last, if another rank of the meeting already has; a joining
+        rank may not have agreed to it.
+        """
         done = max(int(one) for one in gather_bytes(meeting, str(self._done).encode()))
         if self._done < done == self._number:
             self._do()
@@ -73,7 +80,17 @@ class Agreements:
 
 @dataclass
 class RankStatement:
-    """A statement of a remaining rank: the numbers of its calls and steps, and the news it has heard."""
+    """Represents what a remaining rank tells the others when they meet.
+
+    Attributes:
+      calls: number of its calls that communicated.
+      steps: number of its steps.
+      variables: number of variables that its programs have used.
+      host: name of its host.
+      keeps: whether it has snapshots of its variables from before and after its latest steps.
+      weighed: figures of ``StepTimes.weigh`` by which joining is weighed; None: unknown.
+      common: counters and shares that must become equal on all ranks.
+    """
 
     calls: int
     steps: int
@@ -84,18 +101,23 @@ class RankStatement:
     common: CommonState
 
     def to_values(self) -> tuple[Any, ...]:
-        """Returns it as plain values, to be sent."""
+        """Returns the statement as plain values, to be sent."""
         return self.calls, self.steps, self.variables, self.host, self.keeps, self.weighed, self.common.to_values()
 
     @classmethod
     def from_values(cls, values: Sequence[Any]) -> RankStatement:
-        """Reads what `to_values` gave."""
+        """Returns the statement that ``to_values`` has turned into plain values."""
         calls, steps, variables, host, keeps, weighed, common = values
         return cls(calls, steps, variables, host, keeps, weighed, CommonState.from_values(common))
 
 
 def hear_returned(meeting: Any, said: Sequence[RankStatement], me: int, at: CallProgress) -> None:
-    """Sends the result of the latest call to ranks that are one call behind; collective.
+    """Sends the result of the latest call that was not a step to ranks that are one call behind; collective.
+
+    Args:
+      said: the statements of all ranks of the meeting.
+      me: number of this rank in the meeting.
+      at: this rank's progress; updated if it is behind.
 
     Raises:
       ClusterError: ranks are further apart than one call.
@@ -105,7 +127,7 @@ def hear_returned(meeting: Any, said: Sequence[RankStatement], me: int, at: Call
         raise ClusterError(
             "the remaining ranks are at different steps",
             given=f"(calls made, steps taken) by each: {[(one.calls, one.steps) for one in said]}",
-            expected="at most one between them, since every step exchanges something",
+            expected="a difference of at most one call and one step, since every step exchanges something",
             action="start again from a checkpoint: `whale run --max-restarts`",
         )
     if any(one.calls < calls for one in said):
@@ -118,26 +140,34 @@ def hear_returned(meeting: Any, said: Sequence[RankStatement], me: int, at: Call
 def catch_up(
     meeting: Any, said: Sequence[RankStatement], me: int, at: CallProgress, known: Sequence[tf.Variable]
 ) -> None:
-    """Sends the results of the latest step, and the variables, to ranks that are one step behind; collective."""
+    """Sends the results of the latest step, and the variables, to ranks that are one step behind; collective. For runs
+    whose variables are all replicated.
+
+    Args:
+      said: the statements of all ranks of the meeting.
+      me: number of this rank in the meeting.
+      at: this rank's progress; updated if it is behind.
+      known: variables that programs have used, in an order that is equal on all ranks.
+    """
     steps = max(one.steps for one in said)
     if any(one.steps < steps for one in said):
         first = next(rank for rank, one in enumerate(said) if one.steps == steps)
         common = known[: min(one.variables for one in said)]
         results = send_value(meeting, first, [t.numpy() for t in at.results or ()])
         values = [send_value(meeting, first, variable.numpy()) for variable in common]
-        if said[me].steps < steps:  # all has come: nobody has half of it, if one more is gone
+        if said[me].steps < steps:  # all values are received before any is assigned, in case another rank is lost
             for variable, value in zip(common, values):
                 variable.assign(np.asarray(value))
             at.results, at.steps = [tf.constant(value) for value in results], steps
 
 
 def gather_bytes(meeting: Any, data: bytes) -> list[bytes]:
-    """Returns the data of every rank of a meeting."""
+    """Returns the data of every rank of a meeting, in order of ranks; collective."""
     purpose = "going on with the ranks that are left"
     return list(meeting.allgather_bytes("whale/elastic", data, TURN_TIMEOUT_S, purpose))
 
 
 def send_value(meeting: Any, first: int, value: Any) -> Any:
-    """Returns the value of rank ``first`` of a meeting, on every rank of it."""
+    """Broadcasts the value of rank ``first`` of a meeting and returns it on every rank; collective."""
     data = pack(value) if meeting.rank == first else None
     return unpack(meeting.broadcast_bytes("whale/elastic/sent", data, first, TURN_TIMEOUT_S))

@@ -13,8 +13,8 @@ from whale.distributed.ranks import Ranks
 from whale.errors import ClusterError
 from whale.passes.analysis.batch import rows_of_ranks
 
-# Attribute of a tensor that a rank read while it was alone: (weak reference to the iterator, number of the batch, and
-# of the tensor in it), as the source of a part.
+# Attribute of a tensor that a rank has read while it was the only one: (weak reference to the iterator, number of the
+# batch, number of the tensor in it), like ``ShardedTensor.source``, to cut rows if other ranks join.
 ALONE = "_whale_source"
 
 _T = TypeVar("_T")
@@ -22,11 +22,13 @@ _T = TypeVar("_T")
 
 @dataclass
 class CallProgress:
-    """The calls and steps that a rank has made so far.
+    """Holds how far this rank has come in the script.
 
     Attributes:
-      calls: number of calls that communicated, steps or not; steps: number of steps taken.
-      results: of the latest step; returned: by the latest call that was not a step.
+      calls: number of calls that communicated, steps or not.
+      steps: number of steps taken.
+      results: flat results of the latest step.
+      returned: result of the latest call that was not a step.
     """
 
     calls: int = 0
@@ -37,12 +39,16 @@ class CallProgress:
 
 @dataclass
 class ReplayStep:
-    """A call that took a step, recorded so that it can be repeated if the ranks go back to before it.
+    """Represents a call that took a step, recorded so that it can be repeated if the ranks go back to the state before
+    it.
 
     Attributes:
       number: of the step.
-      take, args, kwargs: the callable and its arguments; drawn: batches that it read itself.
-      rewritten: values that the script has assigned to variables since.
+      take: the callable.
+      args: its positional arguments.
+      kwargs: its keyword arguments.
+      drawn: batches that the step read from iterators itself.
+      rewritten: (variable, value) pairs that the script has assigned since the step, to be assigned again.
     """
 
     number: int
@@ -55,11 +61,12 @@ class ReplayStep:
 
 @dataclass
 class CallLog:
-    """The calls of this rank, with the data needed to repeat the latest one.
+    """Records this rank's calls, with the data needed to repeat the latest one.
 
     Attributes:
-      again: maps a tensor or a part of a batch to its replacement when a call is repeated.
-      undone: a step taken by an earlier call, whose effects were undone.
+      again: maps a tensor or a part of a batch to its replacement when a call is repeated, as rows are divided anew.
+      at: how far this rank has come.
+      undone: a step that an earlier call had taken and whose effects were undone; None: there is none.
     """
 
     again: Callable[[Any], Any]
@@ -71,20 +78,22 @@ class CallLog:
     _drawn_again: int = 0
 
     def begin(self) -> None:
-        """Prepares for a call that is about to be made."""
+        """Prepares for a new call: forgets the batches that the previous one has read."""
         self._drawn, self._drawn_again, self._steps_before = [], 0, self.at.steps
 
     def prepare_again(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """Prepares for repeating the call; returns its arguments, with rows cut again."""
+        """Prepares for repeating the call, and returns its arguments with rows cut for the present ranks."""
         self._drawn_again = 0
         return tf.nest.map_structure(self.again, (args, kwargs))  # type: ignore[no-any-return]
 
     def record_step(self, take: Callable[[Any, Any], Any], args: Any, kwargs: Any) -> None:
-        """Records that the call has taken a step, which may have to be repeated."""
+        """Records that the present call has taken a step, which may have to be repeated."""
         self._last = ReplayStep(self.at.steps, take, args, kwargs, self._drawn)
 
     def draw_batch(self, draw: Callable[[], _T]) -> _T:
-        """Returns a batch that a step reads itself: the next one, or the same one when the call is repeated."""
+        """Returns a batch that a step reads from an iterator itself: the next one, or in a repeated call the same one
+        again.
+        """
         if self._drawn_again < len(self._drawn):
             known = self._drawn[self._drawn_again]
             self._drawn[self._drawn_again] = tf.nest.map_structure(self.again, known, expand_composites=True)
@@ -94,11 +103,11 @@ class CallLog:
         return self._drawn[self._drawn_again - 1]  # type: ignore[no-any-return]
 
     def go_back(self, steps: int, rewritten: Callable[[], Sequence[tuple[tf.Variable, tf.Tensor]]]) -> None:
-        """Goes back to the state after ``steps`` steps, at most one less than now; the variables have been restored
-        already.
+        """Sets this rank's progress back to ``steps`` steps, at most one less than now; the variables have been
+        restored already.
 
         Args:
-          rewritten: returns (variable, value) pairs that the script has assigned since the latest step.
+          rewritten: returns the (variable, value) pairs that the script has assigned since the latest step.
         """
         if self.at.steps > steps:
             if self.undone is None and self.at.steps == self._steps_before:  # an earlier call took it
@@ -108,7 +117,9 @@ class CallLog:
             self.at.steps = steps
 
     def redo(self) -> tuple[int, int]:
-        """Repeats the step whose effects were undone, if there is one. Returns (calls, steps) so far."""
+        """Repeats the step whose effects were undone, if there is one, and returns the numbers of calls and
+        steps then.
+        """
         step = self.undone
         if step is None:
             return self.at.calls, self.at.steps
@@ -128,8 +139,11 @@ class CallLog:
 
 
 def wrap_in_scopes(scopes: list[Any], take: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-    """Wraps ``take`` so that it runs in the scopes that are entered now, whichever scopes are entered when it is
-    called.
+    """Wraps ``take`` so that it always runs in the scopes that are entered now, even if it is repeated from a place
+    with others.
+
+    Args:
+      scopes: the run's list of entered scopes, changed in place during a call.
     """
     entered = list(scopes)
 
@@ -144,7 +158,12 @@ def wrap_in_scopes(scopes: list[Any], take: Callable[[Any, Any], Any]) -> Callab
 
 
 def cut_rows_again(context: Ranks, value: Any) -> Any:
-    """Returns the rows of a batch that this rank computes now."""
+    """Returns this rank's rows of a batch under the present division; other values, and batches whose division is
+    unchanged, are returned as they are.
+
+    Raises:
+      ClusterError: the script made the part itself, so that the other ranks' rows cannot be read again.
+    """
     if type(value) is not ShardedTensor:
         reference, *place = getattr(value, ALONE, None) or (lambda: None, 0, 0)
         iterator = reference() if context.size > 1 else None
@@ -157,8 +176,8 @@ def cut_rows_again(context: Ranks, value: Any) -> Any:
         raise ClusterError(
             "rows of a batch are lost with the rank that had read them",
             given="a wh.ShardedTensor that was made by the script",
-            expected="batches of a wh.shard dataset, or whole ones, which are divided anew",
-            action="take batches of wh.shard(dataset)",
+            expected="batches of a wh.shard dataset, or whole batches, which can be divided anew",
+            action="pass batches of wh.shard(dataset) to the step",
         )
     iterator, position, leaf = value.source
     return iterator.read_again(position)[leaf]

@@ -1,11 +1,11 @@
-"""Lets a run continue after a loss of ranks: the others repeat the failed step, each in its process.
+"""Lets a run continue after a loss of ranks: the other ranks repeat the failed step, each in its process.
 
-A step's updates wait for all of its exchanges (whale/kernels/updates.py), so each remaining rank has taken the
-step completely or not at all; and no rank can be further ahead, since the next step needs the others. They
-meet on a new communicator. If all variables are replicated, a rank that has taken the step sends the others
-its results and the variables. If ranks hold parts, lost parts come from the ranks that keep copies of them
-(whale/runtime/elastic/generations.py), and if the step is not complete with these, all ranks repeat it.
-Programs are compiled again for the remaining ranks.
+A step's updates wait for all of its exchanges (whale/kernels/updates.py), so each remaining rank has taken the step
+completely or not at all; and no rank can be further ahead, since the next step needs the others. The remaining ranks
+meet on a new communicator. If all variables are replicated, a rank that has taken the step sends the others its results
+and the variables. If ranks hold shards, lost shards come from the ranks that keep copies of them
+(whale/runtime/elastic/generations.py); if these do not complete the latest step, all ranks repeat it. Programs are then
+compiled again for the remaining ranks.
 
 Decisions: 0091, 0115.
 """
@@ -69,12 +69,12 @@ _T = TypeVar("_T")
 
 
 class Elastic:
-    """Lets this rank continue when others are gone.
+    """Lets this rank continue when other ranks are lost, and admits ranks that join; implements ``ElasticHooks``.
 
     Attributes:
-      drawn: wraps a source of batches that a step reads itself: returns the next one, or the same one in a repeated
-          call.
-      share_again: divides a dataset among the present ranks (``divide_again``).
+      drawn: returns a batch that a step reads itself, given a function that reads the next one; in a repeated call, the
+        same batch again.
+      share_again: registers a dataset, whose ``divide_again`` is called whenever the ranks or their shares change.
     """
 
     def __init__(self, context: Context) -> None:
@@ -98,17 +98,17 @@ class Elastic:
 
     @property
     def number(self) -> int:
-        """Returns how many changes of the set of ranks there have been so far; equal on all remaining ranks."""
+        """Returns how many times the set of ranks has changed so far; equal on all remaining ranks."""
         return self._group.number
 
     @property
     def divisions(self) -> int:
-        """Returns how often rows were divided again among the same ranks, or ranks were admitted."""
+        """Returns how many times rows were divided anew among the same ranks, or ranks were admitted."""
         return self._group.divisions
 
     def watch_steps(self, plan: Plan, program: Program) -> WatchedSteps | None:
-        """Returns a counter of the steps of this rank's program under a plan; None: its rows are never divided
-        again.
+        """Returns a counter of the steps of this rank's program, by which rows are rebalanced; None: the run does not
+        rebalance (``fault.rebalance``).
         """
         run = self._run
         if self._balance is None:
@@ -125,13 +125,16 @@ class Elastic:
         watched: WatchedSteps | None = None,
         assigned: Mapping[int, tf.Tensor] | None = None,
     ) -> Any:
-        """Takes a step, so that it can be repeated after a loss of ranks.
+        """Runs a step so that it can be repeated after a loss of ranks, and returns the packed results.
 
         Args:
-          run: returns its flat results.
-          early: (handle, dtype) of variables that it writes before its exchanges are complete.
-          watched: counts it.
-          assigned: handle's number -> whole value that the script assigned to a variable of which ranks hold parts.
+          run: runs the step and returns its flat results.
+          pack_results: packs flat results into the user's structure.
+          early: (handle, dtype) of variables that the step writes before its exchanges are complete; their values are
+            saved first.
+          watched: counts and times the step; None: it is not watched.
+          assigned: number (``id``) of a handle -> whole value that the script has assigned to a sharded variable since
+            the last step.
         """
         step, generations = self._at.steps + 1, self._generations if self._run.comms else None
         if generations is not None:
@@ -146,13 +149,13 @@ class Elastic:
         return pack_results(results)
 
     def retry(self, take: Callable[[Any, Any], _T], args: Any = (), kwargs: Any = None) -> _T:
-        """Calls ``take(args, kwargs)``, which communicates, and repeats it after a loss of ranks until it succeeds.
+        """Calls ``take(args, kwargs)``, which communicates, and repeats it after each loss of ranks until it succeeds.
 
         If another rank completed this call before the loss, returns that rank's result. The result of a call that is
         not a step must be something that ``pack`` takes.
 
         Raises:
-          CommError: it failed though no rank is lost, or lost data cannot be recovered.
+          CommError: the call failed though no rank is lost, or lost data cannot be recovered.
         """
         if self._inside:
             return take(args, kwargs)
@@ -194,7 +197,7 @@ class Elastic:
         return result
 
     def _follow_forecast(self, forecast: StepWatch) -> None:
-        """Compares steps with their prediction, and goes over to another strategy if there is a better one."""
+        """Compares steps with their prediction, and changes to another strategy if a better one was found."""
         self._calls.begin()  # as in `_look`
         context = self._run
         try:
@@ -207,9 +210,11 @@ class Elastic:
             self._go_on(error)
 
     def _look(self, balance: Balance, watched: WatchedSteps) -> None:
-        """Divides rows again, after a step, if ranks are faster or slower than their shares."""
+        """Divides rows anew after a step if ranks were faster or slower than their shares of rows, or plans stages anew
+        if that is worth it.
+        """
         context = self._run
-        self._calls.begin()  # a step that is gone now is one that an earlier call has taken
+        self._calls.begin()  # the step is over: if it has to be repeated now, it counts as an earlier call's
         try:
             rows, why = balance.check_after_step(watched, context.comms[0])
             if why and not rows and self._group.ranks.present == self._group.members:
@@ -223,8 +228,10 @@ class Elastic:
             self._group.divide_work(rows, why)
 
     def check(self, uses: Mapping[str, VariableUse], variables: Sequence[CapturedVariable]) -> None:
-        """Checks that elastic training supports a program before it divides its variables. Collective for the first
-        such one.
+        """Raises an error if elastic training cannot support a program whose variables are divided; called before it
+        divides them.
+
+        Collective for the first such program, in which ranks exchange their hosts.
 
         Raises:
           PlanError: a variable would be lost with its ranks, or could not be divided again.
@@ -260,8 +267,8 @@ class Elastic:
                 error = another
 
     def _meet(self) -> None:
-        """Meets all present ranks, also those not yet admitted, and agrees on the members and the step to continue
-        from.
+        """Meets all present ranks, including those not yet admitted, and agrees on the members and on the step to
+        continue from.
         """
         context, group = self._run, self._group
         self._times.begin_change()
@@ -289,7 +296,7 @@ class Elastic:
         group.connect(group.make_survivors(members))
 
     def _hear_statements(self, meeting: Any) -> list[RankStatement]:
-        """Returns the statements of all ranks of a meeting."""
+        """Exchanges statements with all ranks of a meeting, and returns them in order; collective."""
         context = self._run
         keeps = self._generations is not None and bool(self._generations.begun)
         left = self._commits.steps_left if context.config["fault.join"] == "weighed" else None
@@ -321,9 +328,14 @@ class Elastic:
         divisions: int = 0,
         draws_on: bool = False,
     ) -> None:
-        """Makes these ranks the members of the run; programs are compiled again.
+        """Makes ``members`` the ranks of the run and all variables whole; programs are compiled again at their next
+        call.
 
         Args:
+          members: start numbers of the ranks.
+          said: their statements, in the same order.
+          recovered: values of sharded variables; None: every rank has all values.
+          divisions: number of divisions so far, if this rank knows more than the statements.
           draws_on: as of ``RankGroup.update_places``.
         """
         context, group, generations = self._run, self._group, self._generations
@@ -335,7 +347,7 @@ class Elastic:
         common = [one.common for one in said]
         context.programs = max(one.programs for one in common)
         context.elements = max(one.elements for one in common)
-        last = max(common, key=lambda one: one.divisions)  # some may not have come to divide rows anew
+        last = max(common, key=lambda one: one.divisions)  # a loss may have kept some ranks from dividing rows anew
         group.divisions, self._watched = max(divisions, last.divisions), None
         self._take_over_balance(common)
         if last.shares:
@@ -349,17 +361,21 @@ class Elastic:
     def _make_variables_whole(
         self, meeting: Any, said: Sequence[RankStatement], kind: int, chosen: ChosenStrategy | None = None
     ) -> None:
-        """Gathers every variable on all ranks, without a change of members; nothing is compiled again.
+        """Makes every variable whole on all ranks, without a change of members, so that programs can be planned anew;
+        collective.
 
         Args:
-          chosen: how programs are spread from now on; None: that is found anew.
+          meeting: communicator of the ranks.
+          said: their statements.
+          kind: WHOLE before ranks join, ANEW to plan for the same ranks.
+          chosen: the strategy that programs follow from now on; None: it is searched anew.
         """
         self._times.begin_change()
         group, generations, recovered = self._group, self._generations, None
         if generations is not None and generations.begun:
             recovered = recover(meeting, generations, self._at.steps, self._at.steps)
         divisions = group.divisions + (kind == ANEW)
-        # The same ranks go on drawing where they are; others that join know nothing of it.
+        # The same ranks continue their random streams; with joining ranks, streams begin anew.
         planning, moves, slower = self._run.planning, self._run.planning.moves, self._run.planning.slower
         positions = gather_streams(meeting, list(self._run.streams)) if kind == ANEW else None
         if chosen is not None and positions is None:
@@ -381,30 +397,34 @@ class Elastic:
 
     @property
     def is_keeping_commits(self) -> bool:
-        """Tells whether other processes may join later and continue from the script's commits."""
+        """Returns True if other processes may join later, so that the script's commits are kept for them."""
         return self._group.door is not None
 
     @property
     def is_catching_up(self) -> bool:
-        """Tells whether this process has come in, and its script is not yet at the others' commit.
+        """Returns True if this process has joined the run and its script has not reached the other ranks' commit.
 
-        What ranks do together until there, the others have done before.
+        Until then, what ranks do together has been done by the others before, so this process must not take part in it.
         """
         return self._is_catching_up
 
     def commit(self, state: Callable[[], bytes], steps_left: int | None = None) -> None:
-        """Commits the script's state here (returned by ``state``), from which joining processes can continue, now or
-        later.
+        """Marks a point of the script from which joining processes can continue, now or later.
+
+        Args:
+          state: returns the script's state as bytes.
+          steps_left: number of steps that the script still takes; None: unknown.
         """
         self._is_catching_up = False
         self._commits.keep(self._at.calls, state, steps_left)
 
     def come_in(self) -> bytes | None:
-        """Waits for the other ranks in a process that joins, and returns the script's committed state; otherwise None.
+        """Waits, in a process that joins, until the ranks have admitted it, and returns the script's committed state;
+        None in other processes.
 
         Raises:
-          CommError: one of them is lost while they admit this one.
-          SystemExit: they have finished before they admitted it.
+          CommError: a rank is lost while the ranks admit this one.
+          SystemExit: the ranks have finished before they admitted this process.
         """
         if self._group.members:
             return None
@@ -416,7 +436,7 @@ class Elastic:
                     self._take_in_joining_ranks(None)
             except CommError:
                 if self._group.is_over:
-                    log.warning("the others have come to their end, and this process has not joined them")
+                    log.warning("the run has ended before it admitted this process, which has trained nothing")
                     self._run.outside = None  # it has trained nothing that could be compared
                     raise SystemExit(0) from None
                 if not self._group.hear(_WORD_S):
@@ -448,9 +468,11 @@ class Elastic:
             log.info(f"{joined} after {known.steps} steps: {describe_going_on(len(members))}")
 
     def _take_in(self) -> bool:
-        """Admits waiting ranks before a call, if the script has just committed; tells whether there were any."""
+        """Admits waiting ranks before a call, if the script has just committed and joining pays; returns True if it
+        admitted any.
+        """
         context, group, state = self._run, self._group, self._commits.held.get(self._at.calls)
-        if state is not None and not context.comms and group.hear(0.0):  # nothing fails here when somebody comes
+        if state is not None and not context.comms and group.hear(0.0):  # alone, no exchange fails when a rank joins
             self._meet()
         there = group.ranks.present
         if state is None or there in (group.members, self._times.declined):
@@ -467,11 +489,11 @@ class Elastic:
 
 
 def refuse_session(context: Context) -> None:
-    """Raises ConfigError if a session is created in an elastic run."""
+    """Raises ConfigError if the run is elastic; called when a TensorFlow 1 session is created."""
     if context.elastic is not None:
         raise ConfigError(
-            "sessions cannot continue after a loss of ranks",
-            given="elastic, and a session of TensorFlow 1",
+            "sessions of TensorFlow 1 cannot continue after a loss of ranks",
+            given=f"fault.elastic={context.config['fault.elastic']!r}, and a session of TensorFlow 1",
             expected="steps of wh.function or of Keras",
             action="leave elastic out, and use `whale run --max-restarts` with checkpoints",
         )

@@ -1,10 +1,11 @@
-"""Keeps a rank's variable pieces before and after its latest steps, and copies of other ranks' pieces, against losses.
+"""Keeps a rank's variable pieces from before and after its latest steps, and copies of other ranks' pieces, against
+losses.
 
-A lost rank may have pieces that no other rank has. So after each step every rank sends such pieces to
-another one, on another host where there is one. A rank on the same machine, which maps the sender's memory, gets
-their address instead: that memory outlives the process, and lent memory is not overwritten. When a rank is lost, the
-others may be a step apart. Then those that are ahead go back, for which each keeps its pieces from before the
-step; that is free until the step writes, and then as much memory as the rank's own pieces.
+A lost rank may have had pieces that no other rank has. So after each step every rank sends such pieces to another rank,
+on another host if there is one. A rank on the same machine that maps the sender's memory gets their address instead:
+that memory outlives the process, and is not overwritten while it is lent. When a rank is lost, the others may be one
+step apart; those that are ahead then go back, for which each rank keeps its pieces from before the step. That is free
+until the step writes, and then takes as much memory as the rank's own pieces.
 
 Snapshot      a rank's pieces at one moment
 PieceCopies   pieces of other ranks, after a number of steps
@@ -32,19 +33,20 @@ from whale.distributed.ranks import Ranks
 from whale.runtime.variables.ownership import Holding
 from whale.runtime.variables.variable_store import VariableStore
 
-ALONE_BYTES = 64 << 10  # a larger piece is a message of its own: joining it with others takes longer
-# What is smaller is not made where peers read it (whale_ops/tf_kernels/memory/arena_allocator.cc).
+ALONE_BYTES = 64 << 10  # a larger piece is sent by itself, because concatenating it takes longer than a message
+# Smaller tensors are not allocated in memory that peers map (whale_ops/tf_kernels/memory/arena_allocator.cc).
 LENT_BYTES = 256 << 10
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The pieces of this rank at one moment.
+    """Holds this rank's pieces of all variables at one moment.
 
     Attributes:
-      holdings: of all variables known then.
-      values: the piece of each, None where this rank has none.
-      assigned: handle's number -> the whole value, assigned by the script, from which pieces had just been cut.
+      holdings: of all variables known then: which rank holds which piece.
+      values: this rank's piece of each variable; None where it has none.
+      assigned: number (``id``) of a handle -> the whole value that the script had assigned, from which pieces had just
+        been cut.
     """
 
     holdings: Sequence[Holding]
@@ -54,9 +56,14 @@ class Snapshot:
 
 @dataclass(frozen=True)
 class _PieceMessage:
-    """Pieces that only one rank has, sent together: one large piece unchanged, or small ones of a dtype concatenated.
+    """Represents pieces that only one rank has, sent together: one large piece unchanged, or small ones of one dtype
+    concatenated.
 
-    ``lent``: the rank that keeps copies reads them in the sender's memory.
+    Attributes:
+      rank: the sender.
+      key: of the message.
+      dtype: of the pieces.
+      lent: whether the receiver reads the pieces in the sender's memory instead of getting a copy.
     """
 
     rank: int
@@ -71,14 +78,20 @@ class _PieceMessage:
         return sum(math.prod(shape) for *_, shape in self.pieces)
 
     def pack(self, mine: Sequence[tf.Tensor | None]) -> tf.Tensor:
-        """Packs the pieces that are sent or lent. ``mine``: this rank's piece of every holding."""
+        """Returns the tensor that is sent or lent.
+
+        Args:
+          mine: this rank's piece of every holding; None where it has none.
+        """
         if self.lent and len(self.pieces) == 1:
             return mine[self.pieces[0][0]]
         return tf.concat([tf.reshape(mine[i], [-1]) for i, *_ in self.pieces], 0)
 
     def unpack(self, row: Callable[[], tf.Tensor]) -> Iterator[tuple[int, int, Callable[[], tf.Tensor]]]:
-        """Yields (number of the holding, of the piece, function that returns the piece). ``row``: returns all pieces
-        packed.
+        """Yields (number of the holding, number of the piece, function that returns the piece).
+
+        Args:
+          row: returns the tensor that ``pack`` made.
         """
         begin = 0
         for i, piece, shape in self.pieces:
@@ -88,28 +101,31 @@ class _PieceMessage:
 
 
 class PieceCopies:
-    """Copies of pieces that only some other rank had. ``received``: messages, each with a function that returns the
-    data.
+    """Holds copies of pieces that only one other rank had.
+
+    Args:
+      received: messages, each with a function that returns its data.
     """
 
     def __init__(self, received: Sequence[tuple[_PieceMessage, Callable[[], tf.Tensor]]]) -> None:
         self._received = received
 
     def iterate_pieces(self) -> Iterator[tuple[int, int, Callable[[], tf.Tensor]]]:
-        """Yields (number of the holding, of the piece, function that returns the piece)."""
+        """Yields (number of the holding, number of the piece, function that returns the piece)."""
         for message, row in self._received:
             yield from message.unpack(row)
 
 
 @dataclass(frozen=True)
 class _Layout:
-    """The current layout of the variables' pieces, with the function that reads and exchanges them.
+    """Holds the present layout of the variables' pieces, with the function that reads and exchanges them.
 
     Attributes:
-      places: of this rank's pieces among ``holdings``.
-      handles: of their memory.
-      exchange: reads them, and sends or lends them to the rank that keeps copies.
-      kept: messages of others.
+      holdings: of all variables: which rank holds which piece.
+      places: indices in ``holdings`` of the variables of which this rank has a piece.
+      handles: handles of these pieces' memory.
+      exchange: reads the pieces, and sends or lends them to the rank that keeps their copies.
+      kept: messages that this rank keeps for others.
     """
 
     holdings: Sequence[Holding]
@@ -119,7 +135,7 @@ class _Layout:
     kept: Sequence[_PieceMessage]
 
     def read(self) -> list[tf.Tensor]:
-        """Reads this rank's pieces."""
+        """Returns the values of this rank's pieces, in the order of ``places``."""
         return _read_values([self.holdings[i].dtype for i in self.places], self.handles)
 
     def distribute_pieces(self, values: Sequence[tf.Tensor]) -> list[tf.Tensor | None]:
@@ -131,16 +147,19 @@ class _Layout:
 
 
 class Generations:
-    """The latest snapshots and copies of this rank.
+    """Holds the latest snapshots of this rank, and the copies that it keeps for others.
 
     Args:
+      ranks: of the run.
+      variables: of the run.
       hosts: of every rank, the name of its host.
-      copies: whether pieces are sent; otherwise only pieces that several ranks have survive a loss.
+      copies: whether pieces are copied to another rank; if not, only pieces that several ranks have survive a loss.
 
     Attributes:
-      rank: this one, of ``ranks``.
-      begun, taken: number of a step -> the snapshot before it, and after it.
-      copies: number of steps -> pieces of other ranks after so many.
+      rank: this rank.
+      begun: number of a step -> the snapshot from before it.
+      taken: number of a step -> the snapshot from after it.
+      copies: number of steps -> pieces of other ranks after these steps.
     """
 
     def __init__(self, ranks: Ranks, variables: VariableStore, hosts: Sequence[str], copies: bool) -> None:
@@ -150,15 +169,16 @@ class Generations:
         self.begun: dict[int, Snapshot] = {}
         self.taken: dict[int, Snapshot] = {}
         self.copies: dict[int, list[PieceCopies]] = {}
-        self._lent: dict[int, list[Any]] = {}  # number of steps -> tensors that stay as they are, where they are
+        self._lent: dict[int, list[Any]] = {}  # number of steps -> lent tensors, kept alive so that they stay in place
         self._layouts: dict[Any, _Layout] = {}
         self._latest: _Layout | None = None
 
     def record_before(self, step: int, assigned: Mapping[int, tf.Tensor]) -> None:
-        """Takes a snapshot before step number ``step``; collective if the variables' layout has changed.
+        """Takes a snapshot before step number ``step``; collective if the variables' layout has changed, as copies are
+        then exchanged.
 
         Args:
-          assigned: handle's number -> whole value from which the pieces were just cut.
+          assigned: number (``id``) of a handle -> whole value from which the pieces were just cut.
         """
         before, layout = self._latest, self._find_layout()
         if layout is not before:
@@ -167,7 +187,7 @@ class Generations:
         self.begun.pop(step - 2, None)
 
     def record_after(self, step: int) -> None:
-        """Takes a snapshot after the step, and exchanges copies; collective."""
+        """Takes a snapshot after step number ``step``, and exchanges copies; collective."""
         layout = self._find_layout()
         for holding in layout.holdings:
             holding.forget_first()
@@ -177,7 +197,7 @@ class Generations:
             kept.pop(step - 2, None)
 
     def read_now(self) -> Snapshot:
-        """Takes a snapshot now; not collective."""
+        """Returns a snapshot of this moment, without keeping it; not collective."""
         holdings = self._variables.list_holdings(self.ranks.size)
         own = [holding if holding.find_piece(self.rank) is not None else None for holding in holdings]
         values = [
@@ -188,7 +208,7 @@ class Generations:
         return Snapshot(holdings, values, given)
 
     def list_rewritten(self) -> list[tuple[tf.Variable, tf.Tensor]]:
-        """Returns (variable, value) pairs that the script has assigned since the latest step."""
+        """Returns the (variable, value) pairs that the script has assigned since the latest step."""
         step, taken = max(self.taken.items(), key=lambda item: item[0])
         now, found = self.begun.get(step + 1) or self.read_now(), []
         for holding, before, after in zip(taken.holdings, taken.values, now.values):
@@ -199,7 +219,7 @@ class Generations:
         return found
 
     def _find_layout(self) -> _Layout:
-        """Returns the current layout of the variables."""
+        """Returns the present layout of the variables; the same object while no layout changes."""
         holdings, rank = self._variables.list_holdings(self.ranks.size), self.rank
         if self._latest is None or self._latest.holdings is not holdings:
             lie = tuple((holding.key, holding.holders) for holding in holdings)
@@ -212,7 +232,9 @@ class Generations:
         return self._latest
 
     def _exchange_copies(self, steps: int, layout: _Layout) -> list[tf.Tensor | None]:
-        """Sends and lends copies, and keeps those of others. Returns this rank's own pieces."""
+        """Sends and lends copies of this rank's pieces, keeps those of other ranks, and returns this rank's pieces by
+        holding. Collective.
+        """
         try:
             values, lends, rows, places = layout.exchange()
         except tf.errors.OpError as error:
@@ -230,7 +252,7 @@ class Generations:
         return layout.distribute_pieces(values)
 
     def _read(self, message: _PieceMessage, place: int) -> tf.Tensor:
-        """Reads the memory that another rank has lent."""
+        """Returns a message's pieces, read at the address ``place`` of the memory that another rank has lent."""
         row = np.empty(message.elements, message.dtype.as_numpy_dtype)
         self._comm.read_lent(message.rank, place, row.view(np.uint8))
         return tf.constant(row)
@@ -238,8 +260,11 @@ class Generations:
     def _build_exchange(
         self, holdings: Sequence[Holding]
     ) -> tuple[list[tf.Tensor], list[tf.Tensor], list[tf.Tensor], list[tf.Tensor]]:
-        """Builds a graph that returns this rank's pieces, the memory it lends, the copies it keeps, and where lent
-        memory is.
+        """Builds the operations of an exchange of copies.
+
+        Returns:
+          this rank's pieces, the tensors that it lends, the messages that it receives, and the addresses of memory lent
+            to it.
         """
         ops, rank = whale_ops.load_ops(), self.rank
         own = [holding for holding in holdings if holding.find_piece(rank) is not None]
@@ -275,12 +300,14 @@ class Generations:
         )
 
     def _list_kept(self, holdings: Sequence[Holding]) -> list[_PieceMessage]:
-        """Returns the messages that this rank keeps for others."""
+        """Returns the messages with pieces of other ranks of which this rank keeps copies."""
         of = [rank for rank, keeper in enumerate(self._keepers) if keeper == self.rank]
         return [message for rank in of for message in self._list_messages(holdings, rank)]
 
     def _list_messages(self, holdings: Sequence[Holding], rank: int) -> list[_PieceMessage]:
-        """Returns the messages with all pieces that only ``rank`` has: this one, or one for which it keeps copies."""
+        """Returns the messages with all pieces that only ``rank`` has, which is this rank or one for which it keeps
+        copies.
+        """
         other = self._keepers[rank] if rank == self.rank else rank
         lends = self._comm.is_sharing_tensors(other)
         alone_bytes = LENT_BYTES if lends else ALONE_BYTES
@@ -321,6 +348,6 @@ def _is_equal(before: tf.Tensor | None, after: tf.Tensor | None) -> bool:
 
 
 def _find_keeper(rank: int, hosts: Sequence[str]) -> int:
-    """Returns the rank that keeps copies for a rank: the next one on another host, or else the next one."""
+    """Returns the rank that keeps copies for ``rank``: the next one on another host, or else the next one."""
     others = [(rank + i) % len(hosts) for i in range(1, len(hosts))]
     return next((other for other in others if hosts[other] != hosts[rank]), others[0])

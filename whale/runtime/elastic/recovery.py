@@ -1,7 +1,7 @@
-"""Recovers the variables from the pieces and copies of the remaining ranks, after as many steps as possible.
+"""Recovers whole variables from the pieces and copies of the remaining ranks, after as many steps as possible.
 
-All ranks decide alike, from the statements of all. The latest step counts if each of them has taken it
-and every piece of it exists, on its holder or on the rank that keeps the copy; otherwise they go back to before it.
+All ranks decide alike, from the statements of all. The latest step counts if every rank has taken it and every piece of
+it exists, on its holder or on the rank that keeps the copy; otherwise all go back to before it.
 
 Decision: 0107.
 """
@@ -24,16 +24,20 @@ from whale.runtime.elastic.generations import Generations, Snapshot
 from whale.runtime.variables.ownership import Holding
 
 _Key = tuple[int, int]  # (variable, piece)
-_Said = Sequence[dict[_Key, bool]]  # by rank of the meeting: what it has, and whether that is a copy
-_Found = dict[_Key, Callable[[], tf.Tensor]]  # what gives it: copies may have to be read in another rank's memory
+_Said = Sequence[dict[_Key, bool]]  # for each rank of the meeting: piece that it has -> whether that is a copy
+_Found = dict[_Key, Callable[[], tf.Tensor]]  # piece -> function that returns it, perhaps from another rank's memory
 WHOLE = -1  # stands for a piece's number where a rank has the whole value
 
 
 @dataclass(frozen=True)
 class RecoveredState:
-    """Whole values of variables after ``steps`` steps, in the order in which they became known.
+    """Holds whole values of variables after a number of steps.
 
-    ``back``: some ranks had taken one more; ``joined``: how many variables were assembled from parts and copies.
+    Attributes:
+      steps: number of steps.
+      values: of the variables, in the order in which they became known.
+      back: whether some ranks had taken one more step, which is repeated.
+      joined: how many variables were assembled from parts and copies.
     """
 
     steps: int
@@ -45,10 +49,13 @@ class RecoveredState:
 def recover(
     meeting: whale_ops.Communicator | LoneCommunicator, generations: Generations, latest: int, taken: int
 ) -> RecoveredState:
-    """Recovers the variables for the ranks of a meeting; collective.
+    """Recovers whole variables on all ranks of a meeting; collective.
 
     Args:
-      latest, taken: the most and the fewest steps that any of them has taken.
+      meeting: communicator of the remaining ranks.
+      generations: this rank's snapshots and copies.
+      latest: the largest number of steps that any of the ranks has taken.
+      taken: the smallest number.
 
     Raises:
       ClusterError: pieces are lost with all ranks that had them.
@@ -73,14 +80,16 @@ def recover(
     raise ClusterError(
         "parts of variables are lost with all ranks that had them",
         variable=missing[0],
-        given=f"{len(missing)} variables of which nobody left has every part",
-        expected="at most one of a rank and the one that keeps its copies gone between two steps",
+        given=f"{len(missing)} variables of which the remaining ranks do not have every part",
+        expected="that between two steps a rank and the rank that keeps its copies are not both lost",
         action="start again from a checkpoint: `whale run --max-restarts`",
     )
 
 
 def become_whole(holdings: Sequence[Holding], recovered: RecoveredState | None) -> None:
-    """Makes every variable an ordinary one again: with the recovered value, or as before any step."""
+    """Makes every variable an ordinary, replicated one: with its recovered value, or if it has none, in its state
+    before any step.
+    """
     values = () if recovered is None else recovered.values
     for i, holding in enumerate(holdings):
         if i >= len(values):
@@ -90,26 +99,36 @@ def become_whole(holdings: Sequence[Holding], recovered: RecoveredState | None) 
 
 
 def describe_going_on(count: int) -> str:
-    """Says that so many ranks go on."""
+    """Returns "1 rank goes on" or "3 ranks go on", for a log line."""
     return "1 rank goes on" if count == 1 else f"{count} ranks go on"
 
 
 def describe_lost(recovered: RecoveredState | None) -> str:
-    """Describes the data lost with ranks. ``recovered``: None where every rank had everything."""
+    """Returns in words whether a step was lost with ranks, and how many variables were assembled, for a log line.
+
+    Args:
+      recovered: None if every rank had all values.
+    """
     back = recovered is not None and recovered.back
     what = "the last of which they take again" if back else "none of which is lost"
     if recovered is not None and recovered.joined:
-        what += f"; {recovered.joined} variables are put together from parts and copies of parts"
+        what += f"; {recovered.joined} variables are assembled from parts and copies of parts"
     return what
 
 
 def _find_available(generations: Generations, steps: int, back: bool) -> tuple[_Found, _Found, Snapshot]:
-    """Returns the pieces after ``steps`` steps, this rank's own and copies; and the snapshot with the script's
-    assignments.
+    """Returns what this rank can contribute to the state after ``steps`` steps.
+
+    Args:
+      back: whether the state is that from before the latest step.
+
+    Returns:
+      its own pieces; its copies of other ranks' pieces; and the snapshot with what the script had assigned after these
+        steps.
     """
     rank = generations.rank
     moment = generations.begun.get(steps + 1) or generations.read_now()
-    # Nothing is kept of a step that was taken when its copies could not be sent: it is what there is now.
+    # If a rank was lost before copies of the latest step were sent, there is no snapshot after it: read it now.
     after = moment if back else generations.taken.get(steps, moment)
     known = min(len(after.holdings), len(moment.holdings))
     own: _Found = {}
@@ -124,12 +143,12 @@ def _find_available(generations: Generations, steps: int, back: bool) -> tuple[_
 
 
 def _find_holders(said: _Said, key: _Key) -> list[int]:
-    """Returns the ranks of the meeting that have a piece; owners come before ranks with a copy."""
+    """Returns the ranks of the meeting that have a piece, owners before ranks with a copy."""
     return sorted((rank for rank, keys in enumerate(said) if key in keys), key=lambda rank: said[rank][key])
 
 
 def _find_needs(said: _Said, moment: Snapshot, i: int) -> list[int]:
-    """Returns the pieces of a variable that have to be sent; [] if every rank has all of it."""
+    """Returns the pieces of variable number ``i`` that must be broadcast; [] if every rank has its whole value."""
     pieces = range(len(moment.holdings[i].holders))
     whole = len(_find_holders(said, (i, WHOLE))) == len(said) or (
         len(pieces) == 1 and len(_find_holders(said, (i, 0))) == len(said)
@@ -138,7 +157,7 @@ def _find_needs(said: _Said, moment: Snapshot, i: int) -> list[int]:
 
 
 def _list_missing(said: _Said, moment: Snapshot, count: int) -> list[str]:
-    """Returns the names of the variables with missing pieces."""
+    """Returns the names of the variables of which no remaining rank has some needed piece."""
     return [
         moment.holdings[i].variable.name
         for i in range(count)
@@ -153,7 +172,9 @@ def _exchange_pieces(
     moment: Snapshot,
     count: int,
 ) -> list[tf.Tensor]:
-    """Exchanges pieces. Returns the whole values of the first ``count`` variables."""
+    """Broadcasts pieces from ranks that have them, and returns the whole values of the first ``count`` variables;
+    collective.
+    """
     ops, values = whale_ops.load_ops(), []
     comm = ops.whale_communicator(communicator=meeting.name, rank=meeting.rank) if meeting.size > 1 else None
     for i in range(count):
@@ -178,6 +199,6 @@ def _exchange_pieces(
             values.append(found[i, WHOLE]())
         elif pieces:
             values.append(holding.assemble(pieces))
-        else:  # one piece, which a rank may have for another one
+        else:  # one piece that every rank has, some as a copy
             values.append(found[i, 0]() if moment.values[i] is None else moment.values[i])
     return values

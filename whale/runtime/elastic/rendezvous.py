@@ -1,4 +1,6 @@
-"""Connects the ranks of an elastic run anew: who they are now, where they meet, and what they count in common."""
+"""Connects the ranks of an elastic run anew: tracks who the ranks are, creates their communicators, and updates the
+run's context.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,7 @@ from whale.started import APART_VARIABLE, GROWS_VARIABLE, PEERS_VARIABLE, Proces
 
 
 class ElasticRun(Protocol):
-    """The parts of a run's context that change with its ranks."""
+    """Declares the parts of a run's context that change when its ranks change."""
 
     config: Config
     place: ProcessPlace
@@ -53,17 +55,18 @@ class ElasticRun(Protocol):
 
 
 class RankGroup:
-    """The ranks of a run.
+    """Tracks the ranks of an elastic run, and connects them anew after losses and joins.
 
     Args:
-      run: returns its context.
+      run: returns the run's context.
 
     Attributes:
-      number: count of lost or joined ranks that this rank has acted on.
-      divisions: how often rows were divided again, or ranks admitted.
-      me: this rank's number at its start; members: those of all ranks; (): this one has not been admitted.
-      ranks: information about them.
-      door: the listener for joining processes; None where no rank may join.
+      number: count of losses and joins that this rank has heard of.
+      divisions: how many times rows were divided anew, or ranks admitted.
+      me: this rank's number at its start, which never changes.
+      members: start numbers of the ranks of the run; (): this process has not been admitted yet.
+      ranks: which ranks are present, admitted and active.
+      door: the listener for joining processes; None: no process may join through this rank.
     """
 
     def __init__(self, run: Callable[[], ElasticRun]) -> None:
@@ -78,7 +81,7 @@ class RankGroup:
         self._made = [(comm, self.members) for comm in context.comms]
         self._datasets: weakref.WeakSet[Any] = weakref.WeakSet()
         self.door = None if apart is None else apart.door
-        if self.door is not None and APART_VARIABLE not in os.environ:  # else it is there for further runs
+        if self.door is not None and APART_VARIABLE not in os.environ:  # else later runs of the process use it too
             context.hooks.at_end.append(self.door.close)
         if self.door is None and GROWS_VARIABLE in os.environ:
             self.door = RankListener(os.environ[PEERS_VARIABLE], context.config["fault.freeze_s"])
@@ -92,7 +95,9 @@ class RankGroup:
         return watch
 
     def hear(self, timeout_s: float) -> bool:
-        """Waits for news of lost or joined ranks, and tells whether there is any."""
+        """Waits up to ``timeout_s`` seconds for news of lost or joined ranks from the launcher, and returns True if
+        there is any.
+        """
         changes = self._watch.list_changes(self.number, timeout_s)
         if len(changes) <= self.number:
             return False
@@ -101,24 +106,31 @@ class RankGroup:
 
     @property
     def is_over(self) -> bool:
-        """Tells whether a rank has finished, and so the run."""
+        """Returns True if a rank has finished, so that the run is over."""
         return self._watch.is_over
 
     def wait_until_asked_in(self) -> None:
-        """Announces that this joining process is ready, and waits until all ranks know of it."""
+        """Announces to the launcher that this joining process is ready, and waits until all ranks know of it."""
         self._watch.tell({"ready": True})
         while self.me not in self.ranks.present:
             self.hear(TURN_TIMEOUT_S)
 
     def make_communicator(self, members: Sequence[int], kind: int, **shared: Any) -> whale_ops.Communicator:
-        """Creates a communicator of some ranks, and watches it; ``kind`` and ``shared`` as of ``Members.connect``."""
+        """Creates a communicator of ``members``, and watches it for lost ranks.
+
+        Args:
+          kind: as of ``Members.connect``; tells communicators of the same ranks apart.
+          shared: options for ``Members.connect``, such as ``share_memory``.
+        """
         comm = self.ranks.connect(self._name, self.me, members, kind, self.door, self._watch, **shared)
         self._made.append((comm, tuple(members)))
         self._watch.look_after(comm, members, self.number)
         return comm
 
     def _leave(self, comm: whale_ops.Communicator, ranks: Sequence[int]) -> bool:
-        """Leaves an unused communicator; tells whether all other ranks have left it or are gone."""
+        """Leaves a communicator that is not used any more; returns True if all its other ranks have left it or are
+        gone.
+        """
         for i, rank in enumerate(ranks):
             if rank not in self.ranks.present:
                 comm.lose(i, "is gone")
@@ -129,7 +141,7 @@ class RankGroup:
         self._datasets.add(dataset)
 
     def divide(self, shares: list[int]) -> None:
-        """Sets the shares of rows from now on."""
+        """Sets the ranks' shares of each batch (``batch.shares``) from now on."""
         context = self._of()
         context.config = context.config.but({"batch.shares": shares})
         if context.planning.auto is not None:
@@ -137,8 +149,12 @@ class RankGroup:
             context.planning.auto = msgspec.structs.replace(context.planning.auto, strategy=even)
 
     def divide_work(self, rows: Sequence[int], why: str) -> None:
-        """Changes the rows, or with () plans stages again, on the same ranks; programs are not compiled again for
-        rows.
+        """Changes the rows per rank among the same ranks, without compiling again; with ``rows=()`` only datasets are
+        divided anew, as stages are planned anew.
+
+        Args:
+          rows: shares of the ranks.
+          why: logged on the first rank.
         """
         context = self._of()
         if rows:
@@ -150,17 +166,21 @@ class RankGroup:
             log.info(why)
 
     def divide_data(self) -> None:
-        """Divides the registered datasets by the current ranks and shares."""
+        """Divides the registered datasets by the present ranks and shares."""
         for dataset in list(self._datasets):
             dataset.divide_again()
 
     def update_places(self, hosts: Sequence[str], me: int, draws_on: bool = False) -> None:
-        """Notes how many ranks the run has now, on which hosts; variables are whole, and nothing is compiled for it.
+        """Sets the number of ranks, their hosts and this rank's number in the run's context, and forgets its variables'
+        layouts and chosen strategy.
 
-        Random streams of operations begin anew: joining ranks know nothing of them, and a failed step went on in some.
+        Random streams of operations begin anew, because joining ranks do not know them, and a failed step advanced them
+        on some ranks.
 
         Args:
-          draws_on: they do not, since the ranks are the same, after a step.
+          hosts: name of each rank's host.
+          me: this rank's new number.
+          draws_on: whether random streams continue instead, because the ranks are the same and no step has failed.
         """
         if not draws_on:
             whale_ops.forget_streams()
@@ -178,14 +198,16 @@ class RankGroup:
         context.reports.compiled_for.clear()
 
     def make_meeting(self, members: Sequence[int], kind: int) -> Any:
-        """Creates the connection through which the present ranks talk; ``kind`` as of ``Members.connect``."""
+        """Creates the connection through which the present ranks talk before they continue; ``kind`` as of
+        ``Members.connect``.
+        """
         if len(members) > 1:
             return self.make_communicator(members, kind, share_memory=False)
-        self._watch.look_after(None, self.members, self.number)  # nobody else is left to be looked after
+        self._watch.look_after(None, self.members, self.number)  # there is no other rank to watch
         return LoneCommunicator()
 
     def make_survivors(self, members: Sequence[int]) -> whale_ops.Communicator | None:
-        """Creates the communicator of the remaining ranks for the rest of the run; None: this one is alone."""
+        """Creates the communicator of the remaining ranks for the rest of the run; None: this rank is the only one."""
         if len(members) == 1:
             return None
         config = self._of().config
@@ -195,12 +217,17 @@ class RankGroup:
         )
 
     def offer(self, welcome: Welcome | None) -> tuple[whale_ops.Communicator, tuple[int, ...], list[str], Welcome]:
-        """Connects all ranks that are there; (through what, their numbers, their hosts, what joining ranks are told).
+        """Connects all present ranks, joining ones included, and sends the joining ranks what they need to continue;
+        collective.
 
-        Collective.
+        Args:
+          welcome: progress and state of the run; None on joining ranks, which receive it.
+
+        Returns:
+          the communicator, the ranks' start numbers, the names of their hosts, and the welcome.
 
         Raises:
-          CommError: one of them is gone.
+          CommError: a rank is gone.
         """
         members = self.ranks.present
         comm = self.make_communicator(
@@ -214,7 +241,7 @@ class RankGroup:
     def grow(
         self, comm: whale_ops.Communicator, members: tuple[int, ...], hosts: Sequence[str], known: Welcome
     ) -> None:
-        """Makes the ranks of the run those that ``comm`` connects, joining ranks among them."""
+        """Makes the ranks that ``comm`` connects, joining ones included, the ranks of the run."""
         context = self._of()
         self.update_places(hosts, members.index(self.me))
         common = known.common
@@ -227,13 +254,15 @@ class RankGroup:
         self.connect(comm)
 
     def connect(self, comm: whale_ops.Communicator | None) -> None:
-        """Makes the ranks communicate through ``comm`` from now on; None: this one is alone."""
+        """Makes the ranks communicate through ``comm`` from now on, and leaves older communicators; None: this rank is
+        the only one.
+        """
         context = self._of()
         if comm is not None:
             configure_communicator(comm, context.config)
             if context.trace is not None:
                 comm.trace_start(context.trace.descriptor)
-        elif context.outside is not None:  # nobody is left with whom this rank could differ
+        elif context.outside is not None:  # there is no other rank whose variables could differ
             context.outside.take_back()
             context.outside = None
         context.comms = () if comm is None else (comm,)

@@ -1,4 +1,4 @@
-"""Checks which runs can continue after a loss of ranks, and fits their configuration to the remaining ranks."""
+"""Checks whether a run can continue after a loss of ranks, and fits its configuration to the remaining ranks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,11 @@ from whale.runtime.variables.variable_store import find_given_tiles
 
 
 def refuse(ranks: Ranks, joins: bool = False) -> None:
-    """Raises ConfigError for a run that cannot continue after a loss of ranks. ``joins``: this process joins it."""
+    """Raises ConfigError if the run is configured elastic but cannot continue after a loss of ranks.
+
+    Args:
+      joins: whether this process joins the run.
+    """
     config = ranks.config
     wrong = ""
     if ranks.place.launcher != "whale run" or not (ranks.has_other_processes or joins):
@@ -32,23 +36,26 @@ def refuse(ranks: Ranks, joins: bool = False) -> None:
         raise ConfigError(
             "this run cannot continue after a loss of ranks",
             given=f"elastic, and {wrong}",
-            expected="several processes of `whale run`, Whale's own exchanges, and batches of all ranks",
-            action="change that, or leave elastic out and use `whale run --max-restarts`",
+            expected="several processes started by `whale run`, communication.backend whale, batch.mode global, and no "
+            "memory.offload",
+            action="change what is named, or leave elastic out and use `whale run --max-restarts` with checkpoints",
         )
 
 
 def has_divided_variables(uses: Mapping[str, VariableUse], size: int) -> bool:
-    """Tells whether a program has variables of which some rank holds only a part, or nothing."""
+    """Returns True if a program has a variable of which some rank holds only a part, or nothing."""
     return any(use.tiles is not None or len(use.ranks) < size for use in uses.values())
 
 
 def refuse_variables(variables: Sequence[CapturedVariable]) -> None:
-    """Raises PlanError for a variable whose parts could not be divided among the remaining ranks."""
+    """Raises PlanError for a variable that could not be divided anew among the remaining ranks: its layout is given, or
+    it is stored in files.
+    """
     for c in variables:
         if find_given_tiles(c) is not None:
-            _refuse(c.name, "a LayoutMap that says how it lies", "a layout that Whale can choose again")
+            _refuse(c.name, "a LayoutMap that fixes its layout", "a layout that Whale can choose anew")
         if find_folder(c.variable):
-            _refuse(c.name, "a table in files, which go with their rank", "a table in memory")
+            _refuse(c.name, "a table in files, which are lost with their rank", "a table in memory")
 
 
 def _refuse(variable: str, given: str, expected: str) -> None:
@@ -62,7 +69,14 @@ def _refuse(variable: str, given: str, expected: str) -> None:
 
 
 def refuse_plan(uses: Mapping[str, VariableUse], names: Mapping[str, str], size: int, copies: bool) -> None:
-    """Raises PlanError for a plan in which one rank alone has a part of a variable, and no other rank keeps a copy."""
+    """Raises PlanError if one rank alone has a part of a variable, and no copies are kept.
+
+    Args:
+      uses: handle node -> how the program uses a variable.
+      names: handle node -> name of the variable, for the message.
+      size: number of ranks.
+      copies: whether other ranks keep copies (``fault.elastic="memory"``).
+    """
     if copies:
         return
     for node, use in uses.items():
@@ -78,41 +92,50 @@ def refuse_plan(uses: Mapping[str, VariableUse], names: Mapping[str, str], size:
 
 
 def make_nothing_to_join_error() -> ClusterError:
-    """Creates the error of a joining process that has no address of the run."""
+    """Creates the error for a joining process that makes a call together with other ranks before ``wh.State`` or
+    ``fit`` has connected it to them.
+    """
     return ClusterError(
         "a process that joins a run has no address of the other ranks",
-        given="a step, or another call that exchanges something, before wh.State or Keras 3's fit",
+        given="a step, or another call that all ranks make together, before wh.State or Keras 3's fit",
         expected="state = wh.State(...) before the training loop, or fit as the first such call",
-        action="keep in the state what the loop has to know: its epoch, what it has counted",
+        action="create a wh.State with what the loop has to know, such as its epoch, before that call",
     )
 
 
 def make_done_before_error() -> ClusterError:
-    """Creates the error of a joining process that would do together with the others what these have done before."""
+    """Creates the error for a joining process that would exchange, before its first commit, what the other ranks have
+    exchanged before it came.
+    """
     return ClusterError(
-        "a process that joins a run would exchange something that the other ranks have exchanged before",
-        given="a step, a checkpoint, or another call that exchanges something, between wh.State and the loop",
-        expected="state.rest(batches), or state.commit(), first, where the others go on",
-        action="make that call before wh.State",
+        "a process that joins a run makes a call that the other ranks have made together before",
+        given="a step, a checkpoint, or another call that all ranks make together, between wh.State and the loop",
+        expected="state.rest(batches) or state.commit() as the first call after wh.State",
+        action="make that call before wh.State, or in the loop",
     )
 
 
 def make_other_place_error(there: str, here: str) -> ClusterError:
-    """Creates the error of a joining process that has reached another commit of its script than the other ranks."""
+    """Creates the error for a joining process that has reached another commit of its script than the other ranks.
+
+    Args:
+      there: where the other ranks' script is, in words.
+      here: where this process's script is.
+    """
     return ClusterError(
         "a process that joins a run has reached another place in the script than the other ranks",
-        given=f"the others are in {there}, and this process in {here}",
-        expected="the same on all",
-        action="let a script that others join train in one way: by fit, or in a loop with wh.State",
+        given=f"the other ranks are in {there}, and this process is in {here}",
+        expected="the same place on all ranks",
+        action="in a script that processes join, train only by fit, or only in a loop with wh.State",
     )
 
 
 def find_fitting_changes(config: Config, size: int) -> dict[str, Any]:
-    """Returns the changes that a configuration needs for ``size`` remaining ranks: a mesh, ranks of a split scope,
-    stages.
+    """Returns the changes that a configuration needs for ``size`` remaining ranks: key -> value, for the mesh and the
+    number of stages.
 
-    The data axis (the first one, if none has that name) gets the remaining ranks if the other axes divide them.
-    Else axes get no sizes: those that the program names share the ranks.
+    The data axis (the first one, if none has that name) gets the remaining ranks if the other axes divide their number.
+    Otherwise the mesh gets no sizes, and the axes that the program names share the ranks.
     """
     changes: dict[str, Any] = {}
     if config["mesh.auto_parallel"] and config["pipeline.stages"] and size % config["pipeline.stages"]:
@@ -128,18 +151,26 @@ def find_fitting_changes(config: Config, size: int) -> dict[str, Any]:
 
 
 def count_hosts_left(emulated: Sequence[int], members: Sequence[int]) -> tuple[int, ...]:
-    """Returns how many of the members are on each emulated host. ``emulated``: the number of ranks of each host."""
+    """Returns how many of the members are on each emulated host that still has some.
+
+    Args:
+      emulated: number of ranks on each emulated host at the start; empty: hosts are not emulated.
+    """
     of = list_emulated_hosts(emulated)
     left = [of[rank] for rank in members] if of else []
     return tuple(left.count(host) for host in dict.fromkeys(left))
 
 
 def find_host_name(emulated: Sequence[int], rank: int) -> str:
-    """Returns the name of the host of this rank by its number at the start."""
+    """Returns the name of a rank's host: the number of its emulated host, or else this machine's name.
+
+    Args:
+      rank: its number at the start.
+    """
     of = list_emulated_hosts(emulated)
     return str(of[rank]) if rank < len(of) else socket.gethostname()
 
 
 def list_emulated_hosts(emulated: Sequence[int]) -> list[int]:
-    """Returns the number of each rank's emulated host; empty if there are none."""
+    """Returns, for each rank, the number of its emulated host; [] if hosts are not emulated."""
     return [host for host, count in enumerate(emulated) for _ in range(count)]

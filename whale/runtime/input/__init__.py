@@ -1,1 +1,3 @@
-"""Reads a rank's part of a dataset, and checks what the ranks bring to one batch."""
+"""Reads a rank's part of a dataset (``wh.shard``), forms global batches of what ranks bring, and checks that the ranks'
+inputs agree.
+"""

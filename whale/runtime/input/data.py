@@ -1,4 +1,6 @@
-"""``wh.shard``: a tf.data dataset of which each rank reads its rows of every batch."""
+"""Implements ``wh.shard``: divides a tf.data dataset of global batches, so that each rank reads its rows of every
+batch.
+"""
 
 from __future__ import annotations
 
@@ -41,19 +43,22 @@ from whale.runtime.input.local_batches import (
 from whale.runtime.input.shuffle_orders import Orders, keeps_orders, reshuffles, restarts
 
 Element = Any  # a structure of tensors, as the dataset yields it
-_OfDataset = tuple[str, int, int, dict[str, int]]  # its elements, how many, a seed, and what it is built of
+_OfDataset = tuple[str, int, int, dict[str, int]]  # element spec, number of batches, a seed, checksums of its build
 
 
 class ShardedDataset:
-    """What ``shard`` returns: an iterable over batches; each iteration starts the dataset anew.
+    """Represents a dataset that ``wh.shard`` has divided; iterable over batches, and each iteration starts the dataset
+    anew.
 
     Args:
-      by: as of ``shard``.
-      told: whether the first rank says so where every rank reads all rows.
-      agreed: whether the other ranks have made it before this process joined them.
+      dataset: yields global batches.
+      context: of the run.
+      by: "row" or "file", as of ``shard``.
+      told: whether the first rank warns if every rank has to read all rows.
+      agreed: whether the other ranks created the dataset before this process joined them, so that nothing is compared.
 
     Attributes:
-      report: how the rows come to this rank, in one sentence.
+      report: how this rank gets its rows, in one sentence.
     """
 
     def __init__(
@@ -61,17 +66,17 @@ class ShardedDataset:
     ) -> None:
         self._whole, self._context, self._by, self._told = dataset, context, by, told
         self._leaves = tf.nest.flatten(dataset.element_spec)
-        agreed = agreed or (context.elastic is not None and context.elastic.is_catching_up)  # by the others, before
+        agreed = agreed or (context.elastic is not None and context.elastic.is_catching_up)  # the others have compared
         shares_rows = context.has_other_processes and by == "row" and not agreed
         self._seed = context.retry_after_loss(self._common_seed) if shares_rows else self._draw_seed()
         self._orders = Orders(dataset)
-        # Of ranks that go on without others, or with more, each may have begun elsewhere.
+        # Elastic runs compare no batches: after a loss or a join, ranks may have begun to read at different places.
         self._every = context.config["debug.check_inputs"] if shares_rows and context.elastic is None else 0
         self._compares = (
             [not drawn for drawn in find_drawn_leaves(dataset)] if self._every else [False] * len(self._leaves)
         )
         self._divide()
-        several = context.has_other_processes or context.elastic is not None  # one that is alone may not stay so
+        several = context.has_other_processes or context.elastic is not None  # a rank may be alone for a time only
         gave = context.seeds.has_given if context.seeds is not None else lambda *_: False
         self._epochs = Epochs(
             elements=self._iterate_traced,
@@ -87,7 +92,9 @@ class ShardedDataset:
             context.elastic.share_again(self)
 
     def divide_again(self) -> None:
-        """The ranks are others now: this one reads the rows that are its own among them."""
+        """Divides the dataset among the present ranks, after their number or shares have changed; open iterations
+        continue with the new rows.
+        """
         elastic = self._context.elastic
         self._epochs.may_grow = (
             elastic is not None and elastic.is_keeping_commits and not self._context.has_other_processes
@@ -111,36 +118,38 @@ class ShardedDataset:
         else:
             self.report = self._read_by_rows()
         if options.threading.private_threadpool_size is None:
-            # Else the maps' functions wait in the queue of the step's kernels, and reading hides behind nothing. One
-            # thread: the processors are for the step's.
+            # In TensorFlow's common pool, maps' functions would queue behind the step's kernels, so that reading would
+            # not overlap with the step. One thread, to leave the cores to the step.
             options.threading.private_threadpool_size = 1
             if options.autotune.enabled is None:
-                # One thread has nothing to tune, and the end of an iterator may wait for that which tunes, with
-                # Python's lock held, up to a minute: it is woken before it is told that it is to end.
+                # One thread leaves nothing to tune, and destroying an iterator may wait up to a minute for the
+                # autotuning thread, with Python's lock held, as that is woken before its stop flag is set.
                 options.autotune.enabled = False
-        # Reading ahead of a repetition's end begins the next order. A thread would do that some time after the last
-        # batch is taken: on a busy machine after the script has begun another iteration, and perhaps on one rank alone.
+        # Reading ahead across a repetition's end begins the next order. A prefetch thread would do that some time after
+        # the last batch is taken: on a busy machine perhaps after the next iteration has begun, and on one rank only.
         self._one_ahead = bool(keeps_orders(self._whole)) or (self._own is not None and self._own.reads_ahead)
         if self._one_ahead:
             options.experimental_optimization.inject_prefetch = False
             self._read = self._read.with_options(options)
             return
         ahead = context.config["batch.prefetch"]
-        if restarts(self._whole):  # what is read ahead begins an order: no earlier than where TensorFlow alone does it
+        if restarts(self._whole):  # reading ahead may begin an order: read no further ahead than TensorFlow itself does
             ahead = 1
             options.experimental_optimization.inject_prefetch = False
         self._read = self._read.with_options(options).prefetch(ahead)
 
     @property
     def whole(self) -> tf.data.Dataset:
-        """Returns the script's dataset, whose batches are global ones: not yet divided among the ranks."""
+        """Returns the dataset that was passed to ``wh.shard``, which yields global batches."""
         return self._whole
 
     @cached_property
     def build(self) -> dict[str, int]:
-        """Checksums of what decides on its elements, by what that is; {} if inputs are not compared.
+        """Returns checksums of what decides the dataset's elements (functions, constants, seeds), by description; {} if
+        inputs are not compared.
 
-        Not of floating values, which ranks may have rounded otherwise.
+        Floating-point values are left out, since ranks may round them differently. ``wh.State`` compares the checksums
+        in a process that joins.
         """
         if not self._context.config["debug.check_inputs"]:
             return {}
@@ -149,10 +158,10 @@ class ShardedDataset:
 
     @property
     def begun(self) -> tuple[int, tuple[int, ...] | None, bool]:
-        """How many iterations over it have begun, how many seeds its shuffles have drawn, if that is known, and whether
-        one has come to its end.
+        """Returns how far iterations have come, for a process that joins: the number of iterations begun, the number of
+        seeds that each shuffle has drawn (None: unknown), and whether an iteration has come to its end.
 
-        Where others have begun them, it is set in a process that joins.
+        A joining process sets it to the other ranks' value.
         """
         return self._epochs.begun, self._orders.now(), self._epochs.has_ended
 
@@ -164,11 +173,11 @@ class ShardedDataset:
 
     @property
     def element_spec(self) -> Any:
-        """The structure of a whole batch."""
+        """Returns the structure and types of a whole batch."""
         return self._whole.element_spec
 
     def __len__(self) -> int:
-        """Number of batches; TypeError where tf.data does not know it."""
+        """Returns the number of batches; raises TypeError if tf.data does not know it."""
         return len(self._whole)
 
     def __repr__(self) -> str:
@@ -176,7 +185,7 @@ class ShardedDataset:
 
     def __iter__(self) -> ShardedIterator:
         made = ShardedIterator(self._epochs)
-        if self._orders.now():  # as an iterator of the dataset itself; elsewhere it could not be restored any more
+        if self._orders.now():  # an iterator of the dataset begins at once; otherwise a restored one could not
             made.begin()
         return made
 
@@ -185,7 +194,7 @@ class ShardedDataset:
         return self._elements(start) if trace is None else trace.trace_batches(self._elements(start))
 
     def _elements(self, start: int) -> Iterator[Element]:
-        """The batches from number ``start`` on."""
+        """Yields this rank's batches from number ``start`` on."""
         if self._own is not None:
             return self._own_elements(self._own, start)
         if self._by == "file" and self._context.has_other_processes:
@@ -193,10 +202,11 @@ class ShardedDataset:
         return self._iterate_read(start)
 
     def _iterate_read(self, start: int) -> Iterator[Any]:
-        """What this rank reads, from number ``start`` on.
+        """Yields the elements that this rank's dataset reads, from number ``start`` on.
 
-        What is read ahead decides whether a cache is full, and which order a repetition is in, when a loop stops early.
-        TensorFlow reads one batch ahead while a loop is young, and so do all ranks then, in step.
+        When a loop stops early, what was read ahead decides whether a cache is full and which order a shuffle is in.
+        TensorFlow reads one batch ahead in a young loop; here every rank reads exactly one ahead in such datasets, so
+        that all stay in step.
         """
         elements = iter(_skip(self._read, start))
         return _one_ahead(elements) if self._one_ahead else elements
@@ -204,7 +214,9 @@ class ShardedDataset:
     # -- rows of global batches
 
     def _read_by_rows(self) -> str:
-        """Decides how rows are read; returns the report."""
+        """Sets up reading by rows: this rank's rows only where the dataset allows that, else all rows; returns the
+        report.
+        """
         rank = self._context.rank
         seeds = ((self._seed, i) for i in itertools.count(1))
         try:
@@ -213,7 +225,7 @@ class ShardedDataset:
             first = partial(find_first_row, context=self._context)
             own = own_rows(self._whole, self._shares, rank, first, lambda: next(seeds), ahead, self._every)
             if self._context.elastic is not None and self._orders.now() is None:
-                raise Unknown("where ranks that are gone were in its order is known to the dataset alone")
+                raise Unknown("its shuffle's seed generator cannot be read, which ranks need after a loss of others")
         except Unknown as reason:
             refuse_other_orders(self._whole)
             text = f"every rank reads all rows and keeps its own: {reason}"
@@ -229,7 +241,12 @@ class ShardedDataset:
         return rows_of(rows, self._context)
 
     def _common_seed(self) -> int:
-        """A seed that rank 0 draws; checks that all ranks have the same kind of dataset on the way. Collective."""
+        """Returns a seed that rank 0 draws, for shuffles without one, and checks that all ranks have the same dataset.
+        Collective.
+
+        Raises:
+          ProgramError: a rank's dataset has other types, another number of batches, or is built differently.
+        """
         context = self._context
         drawn = self._draw_seed()
         parts = describe_build(self._whole) if context.config["debug.check_inputs"] else {}
@@ -244,9 +261,9 @@ class ShardedDataset:
         for rank, (other_spec, other_count, *_) in enumerate(others, 1):
             if (other_spec, other_count) != (spec, count):
                 raise ProgramError(
-                    "the ranks share out different datasets",
+                    "the ranks pass different datasets to wh.shard",
                     given=f"rank 0 has {spec}, {count} batches; rank {rank} has {other_spec}, {other_count} batches",
-                    expected="the same dataset on every rank (-1 batches: without end, -2: not known)",
+                    expected="the same dataset on every rank (-1 batches: infinite, -2: unknown)",
                     action='remove what depends on the rank, or use by="file"',
                 )
         found = find_difference([sums for *_, sums in said], parts, exchange, rounding=parts)
@@ -255,13 +272,15 @@ class ShardedDataset:
         return seed
 
     def _draw_seed(self) -> int:
-        """The same on all ranks, and in a process that joins them."""
+        """Returns a seed that is equal on all ranks, and in a process that joins them; 0 if there are no other
+        processes.
+        """
         return self._context.seeds.draw() % (1 << 31) + 1 if self._context.seeds is not None else 0
 
     def _own_elements(self, own: OwnRows, start: int) -> Iterator[Element]:
         for summary in own.summaries:
             summary.begin()
-        # What is compared has to be met, too, where it is left out.
+        # Skipped batches are read too if they are compared, so that all ranks record the same ones.
         elements = self._iterate_read(0 if own.summaries else start)
         for element in itertools.islice(elements, start if own.summaries else 0):
             for summary, number, _ in own.part(element).met:
@@ -283,7 +302,9 @@ class ShardedDataset:
             summary.end()
 
     def _cut(self, element: Element) -> Element:
-        """This rank's part of a whole batch."""
+        """Returns this rank's part of a whole batch: its rows of each tensor that has the batch's rows, other tensors
+        unchanged.
+        """
         rank, leaves = self._context.rank, tf.nest.flatten(element)
         rows = next((t.shape[0] for t in leaves if _divisible(t)), None)
         if rows is None or not self._context.has_other_processes:
@@ -302,7 +323,11 @@ class ShardedDataset:
     # -- files
 
     def _read_own_files(self) -> tuple[tf.data.Dataset, str]:
-        """The batches that this rank makes of its own files, and which these are in words."""
+        """Returns the dataset of batches that this rank makes of its own files, and a description of these files.
+
+        Raises:
+          ProgramError: the dataset does not read files, or too few of them.
+        """
         context = self._context
         usual = self._shares(batch_size(self._whole))
         readers = [rank for rank, rows in enumerate(usual) if rows]
@@ -315,15 +340,17 @@ class ShardedDataset:
             own = _AutoShardDataset(self._whole.with_options(options), len(readers), index)
         except tf.errors.OpError as error:
             raise ProgramError(
-                "the files of a dataset cannot be shared out",
+                "the files of a dataset cannot be divided among the ranks",
                 given=(error.message or "").splitlines()[0],
                 expected=f"a dataset that reads at least {len(readers)} files",
-                action="write the data to more files, or share out rows: wh.shard(dataset)",
+                action="write the data to more files, or divide rows: wh.shard(dataset)",
             ) from None
         return own.rebatch(usual[context.rank]), f"part {index} of {len(readers)} of the files"
 
     def _elements_of_files(self, start: int) -> Iterator[Element]:
-        """Parts of a batch that the ranks made on their own; a rank that has come to its end brings no rows."""
+        """Yields this rank's parts of batches that the ranks make of their own files; a rank that has come to its end
+        contributes no rows until all have. Collective.
+        """
         return self._iterate_own_files(self._iterate_read(start))
 
     def _iterate_own_files(self, own: Iterator[Any]) -> Iterator[Element]:
@@ -354,52 +381,55 @@ class ShardedDataset:
 
 
 def shard(dataset: tf.data.Dataset, by: str = "row") -> ShardedDataset:
-    """Shares out a dataset of global batches: each rank reads its rows of every batch; together they are that batch.
+    """Divides a dataset of global batches: each rank reads its rows of every batch, and together they are that batch.
 
     Use it where the loop takes its batches: ``for x, y in wh.shard(dataset): step(x, y)``. Its elements are those of
     ``dataset`` with a ``wh.ShardedTensor`` in place of every tensor that has the batch's rows; a step of
-    ``wh.function`` takes them as the whole batch. The shares are those of ``batch.shares``. At most
+    ``wh.function`` takes them as the whole batch. The rows of each rank follow ``batch.shares``. At most
     ``batch.prefetch`` batches are read ahead. In one process (with the in-process transport too) its elements are whole
     batches.
 
     Args:
       dataset: yields global batches: rows are dimension 0 of the tensors that have as many rows as the first one. Best
         is ``....batch(n)``, then perhaps prefetch, repeat or take: a rank then transforms only its rows in the maps
-        before. The same dataset, in the same order, on every rank.
+        before. It is the same dataset, in the same order, on every rank.
       by: "row", which is exact; or "file": each rank reads files of its own, and the global batch is what the ranks
         made of them, in order of ranks. Epochs then hold the same samples, in other batches.
 
     Raises:
       ClusterError: called before ``wh.init``.
       ProgramError: the ranks have different datasets, or would see them in different orders; or files cannot be
-        shared out.
+        divided.
     """
     context = require_current("wh.shard")
     if by not in ("row", "file"):
         raise PlanError(
-            "a dataset cannot be shared out that way", given=f"by={by!r}", expected='"row" or "file"', action="use one"
+            "wh.shard cannot divide a dataset that way",
+            given=f"by={by!r}",
+            expected='by="row" or by="file"',
+            action='leave by out, or pass "file" where each rank reads files of its own',
         )
     if not isinstance(dataset, tf.data.Dataset):
         raise _no_dataset(dataset)
     if not tf.executing_eagerly():
         raise ProgramError(
             "wh.shard is for loops in Python",
-            given="a graph that is being built",
+            given="a call while a graph is being built",
             expected="eager execution",
             action="use the dataset itself: a wh.Session reads it on the first rank and divides its batches",
         )
     if context.elastic is not None and by == "file":
         raise PlanError(
-            "files that a rank reads are gone with it",
+            "an elastic run cannot divide a dataset by files, since those of a lost rank would be lost",
             given='elastic, and by="file"',
-            expected='rows, of which the others know where they are: by="row"',
+            expected='by="row", where other ranks can read the rows of a lost rank',
             action="use wh.shard(dataset), or leave elastic out",
         )
     return ShardedDataset(dataset, context, by)
 
 
 def _no_dataset(given: Any) -> ProgramError:
-    """Returns the error for something else than a dataset."""
+    """Creates the error for an argument of ``wh.shard`` that is not a tf.data dataset, with advice for its type."""
     kind, of = type(given).__name__, "x"
     shown = kind
     if isinstance(given, (tuple, list, dict)):

@@ -23,21 +23,21 @@ _KEY = "position"
 
 @dataclass
 class Epochs:
-    """What the iterations over one dataset share.
+    """Holds what the iterations over one dataset of ``wh.shard`` share.
 
     Attributes:
-      elements: from how many of its first batches are left out to an iterator.
-      begin: begins an iteration over the dataset and leaves it: a shuffle that reshuffles goes on to its next order.
-      orders: of its shuffles.
-      reshuffles: each iteration has another order.
-      reproducible: "" or why another run would see other samples.
-      element_spec: the structure of a whole batch.
-      parts: number of ranks that make batches of their own files; 0 where the batches are those of one device.
-      cut: this rank's part of a whole batch, where every rank reads all of them; None: it reads its part.
-      may_grow: whether this rank is alone for the moment.
-      begun: iterations so far.
-      has_ended: whether one of them has come to its end, so that caches are full.
-      iterators: those that may go on.
+      elements: takes a number of batches to skip; returns an iterator over the rest.
+      begin: begins an iteration and drops it, so that a shuffle that reshuffles proceeds to its next order.
+      orders: tracks and sets the orders of the dataset's shuffles.
+      reshuffles: whether each iteration has another order.
+      reproducible: why another run would see other samples; "": it would see the same.
+      element_spec: the structure and types of a whole batch.
+      parts: number of ranks that make batches of their own files; 0 if batches are those of one device.
+      cut: returns this rank's part of a whole batch, if every rank reads whole batches; None: it reads its part.
+      may_grow: whether this rank is the only one at present, but others may join.
+      begun: number of iterations begun so far.
+      has_ended: whether an iteration has come to its end, so that caches are full.
+      iterators: those that still exist, and may continue.
     """
 
     elements: Callable[[int], Iterator[Any]]
@@ -54,7 +54,7 @@ class Epochs:
     iterators: weakref.WeakSet[ShardedIterator] = field(default_factory=weakref.WeakSet)
 
     def divide_again(self) -> None:
-        """The ranks are others now. Where each reads its rows, iterations go on in a dataset that was made anew."""
+        """Makes the open iterations continue with this rank's rows under the new division of the ranks."""
         for iterator in self.iterators:
             iterator.divide_again()
 
@@ -67,8 +67,8 @@ Place = tuple[int, int, tuple[int, ...] | None, tuple[int, ...] | None]
 class ShardedIterator(Trackable):
     """Iterates over a dataset of ``wh.shard``; in a tf.train.Checkpoint it saves and restores its position.
 
-    The position is the number of batches that it has yielded, so that it holds for any number of ranks (with
-    ``by="file"`` for the same number). Restoring reads what lies before it once more.
+    The position is the number of batches yielded, which is valid for any number of ranks (with ``by="file"``, for the
+    same number only). Restoring reads the batches before it once more.
     """
 
     _whale_iterator = True  # a step reads batches of it
@@ -89,7 +89,7 @@ class ShardedIterator(Trackable):
 
     @property
     def element_spec(self) -> Any:
-        """The structure of a whole batch."""
+        """Returns the structure and types of a whole batch."""
         return self._epochs.element_spec
 
     def __next__(self) -> Any:
@@ -97,7 +97,7 @@ class ShardedIterator(Trackable):
         return self.read() if step is None else step.take(self)
 
     def read(self) -> Any:
-        """The next batch; StopIteration where there is none."""
+        """Returns the next batch, or this rank's part of it; raises StopIteration if there is none."""
         self.begin()
         try:
             element = next(self._elements)  # type: ignore[arg-type]
@@ -111,9 +111,10 @@ class ShardedIterator(Trackable):
         return self._mark(element, self._position - 1)
 
     def read_again(self, position: int) -> list[Any]:
-        """The leaves of the batch of this number, as it is divided now. It was one of the latest two.
+        """Returns the flat tensors of batch number ``position``, one of the latest two, as it is divided among the
+        ranks now.
 
-        What is read next stays the same.
+        The batch that is read next stays the same.
         """
         if position not in self._again:
             if self._epochs.cut is not None:
@@ -128,11 +129,15 @@ class ShardedIterator(Trackable):
         return self._again[position]
 
     def _read_from(self, position: int) -> None:
-        """The next batch is that of this number of the same order, also if the dataset has gone on to a later one."""
+        """Makes batch number ``position`` of the same order the next one, even if the dataset's shuffle has proceeded
+        to a later order.
+        """
         self.go_back(position)
 
     def _mark(self, element: Any, position: int) -> Any:
-        """The batch of this number, whose parts say where they are from."""
+        """Returns the batch, with its source (iterator, number, index of the tensor) noted in its tensors, so that it
+        can be read again.
+        """
         for leaf, part in enumerate(tf.nest.flatten(element)):
             if type(part) is ShardedTensor:
                 part.source = self, position, leaf
@@ -141,24 +146,24 @@ class ShardedIterator(Trackable):
         return element
 
     def divide_again(self) -> None:
-        """The ranks are others now."""
+        """Drops batches that were cut for earlier ranks, so that reading continues with this rank's present rows."""
         self._again = {}
         if self._epochs.cut is None:
             self.go_back()
 
     def go_back(self, position: int | None = None) -> None:
-        """The next batch is read anew: that of this number, or the one that would be next."""
+        """Makes the iterator read anew from batch number ``position``; None: from the present position."""
         self._position = self._position if position is None else position
         self._elements = None
 
     @property
     def place(self) -> Place:
-        """Where it is, also for another process."""
+        """Returns the position in a form that another process can continue from (``go_to``)."""
         number = self._epochs.begun if self._number is None else self._number
         return self._position, number, self._drawn, None if self._drawn is None else self._epochs.orders.now()
 
     def go_to(self, place: Place) -> None:
-        """It goes on where another iterator over the same dataset was."""
+        """Makes the iterator continue where another iterator over the same dataset was; takes its ``place``."""
         self._position, self._number, drawn, later = place
         self._drawn = self._later = None
         if drawn is not None and later is not None:
@@ -166,13 +171,17 @@ class ShardedIterator(Trackable):
         self._elements, self._has_begun = None, False
 
     def begin(self) -> None:
-        """Begins now, if it has not: a shuffle that reshuffles goes on to its next order."""
+        """Begins the iteration, unless it has begun: a shuffle that reshuffles proceeds to its next order.
+
+        Raises:
+          ProgramError: the order that it must have is gone, because the dataset has proceeded to a later one.
+        """
         if self._elements is not None:
             return
         epochs = self._epochs
         if self._number is None:
             self._number = epochs.begun
-        if self._drawn is not None:  # it begins once more, or has begun in another process
+        if self._drawn is not None:  # it has begun before, here or in another process
             self._elements = epochs.orders.begin_at(self._drawn, self._later, lambda: epochs.elements(self._position))
         else:
             self._refuse_earlier()
@@ -184,14 +193,14 @@ class ShardedIterator(Trackable):
         epochs.begun = max(epochs.begun, self._number + 1)
 
     def _refuse_earlier(self) -> None:
-        """Raises ProgramError where the order that it had, or is to have, is gone."""
+        """Raises ProgramError if the shuffle has already proceeded beyond the order of this iteration."""
         assert self._number is not None
         if self._epochs.reshuffles and (self._has_begun or self._epochs.begun > self._number):
             raise ProgramError(
                 "an iterator cannot go back to an earlier order of its shuffle",
                 given=f"iteration {self._number + 1} of the dataset, of which {self._epochs.begun} were begun",
                 expected="a dataset of which no later iteration was begun",
-                action="make the dataset and wh.shard of it again before restoring",
+                action="create the dataset, and wh.shard(dataset), anew before restoring",
             )
 
     def _serialize_to_tensors(self) -> dict[str, tf.Tensor]:
@@ -209,10 +218,10 @@ class ShardedIterator(Trackable):
         position, number, parts, *seeds = map(int, restored[_KEY].numpy())
         if parts != self._epochs.parts:
             raise ProgramError(
-                "the position in a dataset is that of another number of ranks",
+                "the saved position in a dataset is for another number of ranks",
                 given=f"saved with {parts or 'any number of'} parts of its files",
                 expected=f"{self._epochs.parts or 'any number of'} parts",
-                action='start as many ranks, or share out rows: wh.shard(dataset, by="row")',
+                action='start as many ranks, or divide rows: wh.shard(dataset, by="row")',
             )
         drawn, now = tuple(seeds[: len(seeds) // 2]), tuple(seeds[len(seeds) // 2 :])
         self.go_to((position, number, drawn or None, now or None))

@@ -1,10 +1,10 @@
-"""How one rank reads only its rows of every batch of a tf.data dataset, found from how the dataset was built.
+"""Builds, from a tf.data dataset of global batches, a dataset in which one rank reads only its rows of every batch.
 
 A dataset ``source -> shuffle, repeat, map ... -> batch(n) -> repeat, take, zip ...`` is built again with a selection of
-samples by their position in the batch. Maps that compute each sample by itself move behind the selection, over
-shuffles, repeats and zips too, so that a rank transforms its own samples only. What stands behind batch(n) and moves
-whole batches about is put on the rank's batches as it was on the whole ones. Whatever is not understood stays in front
-of the selection, or is a reason to read everything (``Unknown``): the rows are those of one device in any case.
+samples by their position in the batch. Maps that compute each sample by itself move behind the selection, across
+shuffles, repeats and zips too, so that a rank transforms only its own samples. Transformations after batch(n) that move
+whole batches are applied to the rank's batches as they were to the whole ones. Any other transformation stays in front
+of the selection, or is a reason to read all rows (``Unknown``): the rows are those of one device in any case.
 
 Decision: 0024.
 """
@@ -46,16 +46,16 @@ Shares = Callable[[int], tuple[int, ...]]
 Sample = Any  # a structure of tensors
 
 UNCHANGED = ("_PrefetchDataset", "_OptionsDataset")
-# What moves samples about without looking at them.
+# Transformations that move samples without reading their values.
 _MOVES = ("_ShuffleDataset", "_RepeatDataset", "_TakeDataset", "_SkipDataset", "_ShardDataset")
 _MAPS = ("_MapDataset", "_ParallelMapDataset")
 _BATCHES = ("_BatchDataset", "_ParallelBatchDataset")
-# Stateful by TensorFlow's word, but equal inputs give equal outputs.
+# Ops that TensorFlow declares stateful, but that give equal outputs for equal inputs.
 _REPEATS = HAS_BODIES | CALLS | {"Assert", "LookupTableFindV2", "LookupTableSizeV2"}
 _NO_SUMMARY = -1
-_NOT_SO_EARLY = "make the dataset after wh.init(), which gives it an order, or leave that out"
+_NOT_SO_EARLY = "make the dataset after wh.init(), which gives it an order, or leave deterministic=False out"
 _BATCH_LAST = "put batch(n) last: behind it, every transformation is one of whole batches"
-# What a script calls a transformation that divides no rows, and what it can do.
+# Transformations whose batches cannot be divided: class name -> (name in scripts, what the user can do).
 _NEXT_STEPS = {
     "Map": ("map", "put map in front of batch(n), where each rank computes its samples only"),
     "FlatMap": ("flat_map", "have the function give samples, and put batch(n) behind flat_map"),
@@ -69,7 +69,7 @@ _NEXT_STEPS = {
     "TensorSlice": ("from_tensor_slices", "make it of samples, and put batch(n) behind it"),
     "Generator": ("from_generator", "have the generator yield samples, and put batch(n) behind it"),
 }
-# Tensors of which a rank takes no rows.
+# Types of which a rank cannot take rows: (spec, name for messages, what the user can do).
 _WITHOUT_ROWS: tuple[tuple[Any, str, str], ...] = (
     (
         tf.RaggedTensorSpec,
@@ -81,7 +81,9 @@ _WITHOUT_ROWS: tuple[tuple[Any, str, str], ...] = (
 
 
 class Unknown(Exception):
-    """Raised with the reason why a rank has to read all rows of a dataset instead of its own, and what to do."""
+    """Raised if a rank has to read all rows of a dataset instead of its own, with the reason and what the user can
+    change.
+    """
 
     def __init__(self, reason: str, action: str = "") -> None:
         super().__init__(f"{reason}; {action}" if action else reason)
@@ -89,13 +91,13 @@ class Unknown(Exception):
 
 @dataclass(frozen=True)
 class Part:
-    """This rank's rows of one global batch.
+    """Holds this rank's rows of one global batch.
 
     Attributes:
-      leaves: the tensors, with at least one row; the first ``shares(rows)[rank]`` are this rank's.
-      rows: of the global batch.
-      met: for each summary that has met the batch, its number in its round of a repetition, and the first of the
-        tensors that are of this summary's dataset.
+      leaves: the flat tensors, with at least one row; only the first ``shares(rows)[rank]`` rows are this rank's.
+      rows: number of rows of the global batch.
+      met: for each Summary that has seen the batch: the summary, the batch's number within its repetition, and the
+        index of the first tensor of its dataset.
     """
 
     leaves: list[tf.Tensor]
@@ -105,33 +107,36 @@ class Part:
 
 @dataclass(frozen=True)
 class Sizes:
-    """Describes how many rows the batches of a dataset have, as far as is known without reading it.
+    """Describes how many rows the batches of a dataset have, as far as known without reading it.
 
     Attributes:
-      every: rows of each batch; 0: they may have different ones.
-      described: equal for datasets whose batches have the same rows one by one; None: nobody knows.
+      every: rows of each batch; 0: batches may differ.
+      described: equal for two datasets whose batches have the same rows, batch by batch; None: unknown.
     """
 
     every: int
     described: tuple[Any, ...] | None
 
     def follow(self, *transformation: Any) -> Sizes:
-        """Returns those of a dataset that is made of it."""
+        """Returns the sizes of a dataset that is made from this one by a transformation, given by its name and
+        numbers.
+        """
         return Sizes(self.every, None if self.described is None else (*transformation, self.described))
 
 
 @dataclass(frozen=True)
 class OwnRows:
-    """A rank's part of a dataset.
+    """Represents a rank's part of a dataset.
 
     Attributes:
-      dataset: an element for each global batch: ``part`` reads it.
-      leaves: how many tensors the batches have, by what is zipped.
-      sizes: of the global batches.
-      moved: number of maps that run on this rank's samples only; kept: names of those that see all samples.
-      reseeded: the dataset's shuffles that had no seed, and got one.
-      summaries: of batches that all ranks have to meet alike, where they are not known without reading them.
-      reads_ahead: batches are read ahead within each repetition.
+      dataset: yields an element for each global batch, which ``part`` decodes.
+      leaves: number of tensors in a batch, for each dataset that is zipped.
+      sizes: rows of the global batches.
+      moved: number of maps that run on this rank's samples only.
+      kept: names of maps that run on all samples.
+      reseeded: shuffles of the dataset that had no seed, and got one that is equal on all ranks.
+      summaries: record batches that all ranks must read alike, where that is unknown without reading them.
+      reads_ahead: whether batches are read ahead within each repetition.
     """
 
     dataset: tf.data.Dataset
@@ -144,7 +149,9 @@ class OwnRows:
     reads_ahead: bool = False
 
     def part(self, element: Any) -> Part:
-        """Reads an element of ``dataset``."""
+        """Decodes an element of ``dataset``: this rank's tensors, the number of rows of the global batch, and what was
+        recorded of it.
+        """
         flat, leaves, rows, met = tf.nest.flatten(element), list[tf.Tensor](), 0, list[tuple[Summary, int, int]]()
         for count in self.leaves:
             own_rows, number, summary = map(int, flat[count].numpy()[0])
@@ -164,14 +171,14 @@ def own_rows(
     ahead: int = 0,
     every: int = 0,
 ) -> OwnRows:
-    """``dataset`` cut down to the samples of ``rank``.
+    """Returns a dataset that reads only the samples of ``rank``.
 
     Args:
-      shares: rows of every rank, given those of the batch.
-      first_row: where the rank's rows begin in a batch, given the rows of every rank.
-      seeds: seeds for a shuffle that has none; equal on all ranks.
-      ahead: batches that may be read ahead in a repetition, where reading into the next one would begin its order.
-      every: of how many batches one is compared; 0: none.
+      shares: takes the rows of a batch; returns the rows of every rank.
+      first_row: takes the rows of every rank; returns where this rank's rows begin in the batch.
+      seeds: returns a seed, equal on all ranks, for a shuffle that has none.
+      ahead: number of batches to read ahead within a repetition, where reading into the next one would begin its order.
+      every: every so many batches one is compared between the ranks; 0: none.
 
     Raises:
       Unknown: the dataset's structure does not allow it.
@@ -182,10 +189,10 @@ def own_rows(
 
 
 class _Division:
-    """Divides a dataset; the arguments are those of ``own_rows``.
+    """Divides a dataset and all datasets that it is made from; the arguments are those of ``own_rows``.
 
     Attributes:
-      summaries: of all of its parts.
+      summaries: of all parts divided so far.
     """
 
     def __init__(
@@ -202,7 +209,9 @@ class _Division:
         self.summaries: list[Summary] = []
 
     def divide(self, dataset: Any) -> OwnRows:
-        """Returns this rank's part of a dataset of batches."""
+        """Returns this rank's part of a dataset of batches; raises Unknown if its last transformation cannot be
+        divided.
+        """
         kind = type(dataset).__name__
         if kind in UNCHANGED:
             return self.divide(dataset._input_dataset)
@@ -228,10 +237,12 @@ class _Division:
     # -- what stands behind batch(n)
 
     def _divide_moved(self, made: Any) -> OwnRows:
-        """Returns a part of a dataset that repeats batches, or leaves some out."""
+        """Returns this rank's part of batches that are repeated, or of which some are left out (repeat, take, skip,
+        shard).
+        """
         inner = self.divide(made._input_dataset)
         if type(made).__name__ == "_RepeatDataset":
-            # TensorFlow makes one of a shuffle and a repetition that are side by side: nothing comes between.
+            # TensorFlow fuses a shuffle and a repeat that are adjacent, so nothing may be put in between.
             is_apart = type(made._input_dataset).__name__ != "_ShuffleDataset"
             begins_here = is_apart and restarts(made) and not restarts(made._input_dataset)
             reads_ahead = bool(self._ahead) and begins_here
@@ -247,18 +258,20 @@ class _Division:
         return replace(inner, dataset=_put_on(inner.dataset, made, self._seeds), sizes=sizes)
 
     def _divide_shuffled(self, made: Any) -> OwnRows:
-        """Returns a part of a dataset that shuffles batches: in the same order, as there is one element for each."""
+        """Returns this rank's part of batches that are shuffled; the order is the same, as its dataset has one element
+        for each batch.
+        """
         inner = self.divide(made._input_dataset)
         if self.summaries:
             raise Unknown("it shuffles batches that are compared in the order in which they are read", _BATCH_LAST)
         if is_reshuffled(made) and not _is_unseeded(made) and generator_of(made) is None:
-            raise Unknown("the order of its shuffle behind batch(n) is not to be had", _BATCH_LAST)
+            raise Unknown("the seed generator of its shuffle behind batch(n) cannot be read", _BATCH_LAST)
         sizes = Sizes(inner.sizes.every, None)
         reseeded = (*inner.reseeded, made) if _is_unseeded(made) else inner.reseeded
         return replace(inner, dataset=_put_on(inner.dataset, made, self._seeds), sizes=sizes, reseeded=reseeded)
 
     def _divide_kept(self, made: Any) -> OwnRows:
-        """Returns a part of a dataset that keeps batches in memory: those of this rank."""
+        """Returns this rank's part of batches that are cached in memory; each rank caches its own part."""
         source = made._input_dataset
         drawn = any(n.op in DRAWS for d in upstream(source) for graph in _graphs(d) for n in graph.values())
         if tf.get_static_value(made._filename) or reshuffles(source) or drawn or not is_seen(source):
@@ -270,7 +283,9 @@ class _Division:
         return replace(inner, dataset=inner.dataset.cache())
 
     def _divide_zipped(self, made: Any) -> OwnRows:
-        """Returns a part of batches that are zipped: each of them is divided, if all have the same rows."""
+        """Returns this rank's part of batches that are zipped; raises Unknown unless all of them have the same number
+        of rows.
+        """
         parts = [self.divide(one) for one in nest.flatten(made._datasets)]
         first = parts[0].sizes
         equal = all(p.sizes.every and p.sizes.every == first.every for p in parts)
@@ -290,11 +305,17 @@ class _Division:
         )
 
     def _divide_one_of(self, made: Any, datasets: Sequence[Any], what: str) -> OwnRows:
-        """Returns a part of batches that are taken of several datasets: of all of them, in the same order."""
+        """Returns this rank's part of batches that come from several datasets, one after the other or by selection.
+
+        Args:
+          made: the dataset that combines them.
+          datasets: those that it takes batches from.
+          what: name of the transformation, for the reason if it cannot be divided.
+        """
         parts = [self.divide(one) for one in datasets]
         first = parts[0]
         if any(p.leaves != first.leaves for p in parts):
-            raise Unknown(f"it ends in {what}, of batches that are zipped and others", f"put batch(n) behind {what}")
+            raise Unknown(f"it ends in {what}, of batches of which some are zipped", f"put batch(n) behind {what}")
         if type(made).__name__ == "_ConcatenateDataset":
             own = first.dataset.concatenate(parts[1].dataset)
             known = all(p.sizes.described is not None for p in parts)
@@ -317,7 +338,9 @@ class _Division:
     # -- batch(n)
 
     def _divide_again(self, rebatch: Any) -> OwnRows:
-        """Returns a part of batches that are divided into others: of the samples that these are made of."""
+        """Returns this rank's part of a rebatched dataset (``rebatch(n)``), cut from the samples of the
+        batches before.
+        """
         size, drop = tf.get_static_value(rebatch._batch_sizes), bool(_number(rebatch._drop_remainder))
         if np.ndim(size):
             raise Unknown("it ends in rebatch, with sizes that take turns", "rebatch(n) with one size")
@@ -343,7 +366,7 @@ class _Division:
         return self._divide_samples(batch._input_dataset, _Batch(size, drop, batch.element_spec, parallel, pad))
 
     def _divide_samples(self, samples: Any, batch: _Batch) -> OwnRows:
-        """Returns this rank's samples in batches."""
+        """Returns this rank's samples of each batch, in batches, from the dataset of samples in front of batch(n)."""
         size, usual = batch.size, self._shares(batch.size)[self._rank]
         if not usual and not all(s.shape[1:].is_fully_defined() for s in tf.nest.flatten(batch.element_spec)):
             raise Unknown("a rank has no rows of any batch, and the shapes of these are not known without reading them")
@@ -356,18 +379,18 @@ class _Division:
         if summary is not None:
             index = len(self.summaries)
             self.summaries.append(summary)
-        # Where it is known how many rows each batch has, and none is compared, the samples go without a note.
+        # If the rows of each batch are known, and no batch is compared, samples need no note beside them.
         carries = summary is not None or not is_known
 
         def bounds(rows: Any) -> np.ndarray:
-            """Returns where this rank's rows begin and their number: at least one, so that there is an element."""
+            """Returns where this rank's rows begin and how many they are: at least one, so that there is an element."""
             shares = self._shares(int(rows))
             return np.array([min(self._first_row(shares), int(rows) - 1), max(shares[self._rank], 1)], np.int64)
 
         in_full = bounds(size)
 
         def note_count(number: tf.Tensor, window: Any) -> tuple[tf.Tensor, tf.Tensor]:
-            """The rows of a global batch, and the bounds of this rank's."""
+            """Returns the number of rows of a global batch, and the bounds of this rank's rows in it."""
             if is_known or batch.drop:
                 is_rest = number >= full if rest else tf.constant(False)
                 return tf.where(is_rest, np.int64(rest), np.int64(size)), tf.where(is_rest, bounds(rest or 1), in_full)
@@ -376,7 +399,9 @@ class _Division:
             return rows, tf.ensure_shape(tf.cond(rows < size, read, lambda: tf.constant(in_full)), [2])
 
         def mine(number: tf.Tensor, window: Any) -> tf.data.Dataset:
-            """This rank's samples among those of one batch. One call a batch: a filter would be one a sample."""
+            """Returns this rank's samples of one batch. It is called once for each batch; a filter would be called for
+            each sample.
+            """
             whole = window if isinstance(window, tf.data.Dataset) else tf.data.Dataset.zip(window)
             rows, where = note_count(number, window)
             if summary is not None:
@@ -392,7 +417,7 @@ class _Division:
         if usual:
             for one in reversed(found.maps):
                 own = own.map(one.on_samples_of(own, carries), *one.parallel)
-            # The shares of a smaller batch are nowhere larger, so that the last rows make one batch as well.
+            # No rank's share of a smaller batch is larger, so the last rows also make a single batch.
             own = batch.put_on(own, usual, carries)
             if not carries:
                 own = tf.data.Dataset.zip((own, _notes(size, full, rest)))
@@ -402,7 +427,9 @@ class _Division:
         return OwnRows(own, leaves, sizes, len(found.maps), found.kept, found.reseeded, ())
 
     def _drop_maps(self, dataset: Any) -> _Samples:
-        """Returns the samples before the maps that may come later."""
+        """Returns the samples without those maps at the end that can run behind the selection of this rank's
+        samples.
+        """
         above: list[Any] = []  # what has to be put on again
         maps: list[_Map] = []
         lowest = 0  # how much of ``above`` lies over a map that moved, or has no seed
@@ -412,9 +439,9 @@ class _Division:
             kind = type(node).__name__
             if kind in _MOVES:
                 if is_reshuffled(node) and not _is_unseeded(node) and _has_maps(node) and generator_of(node) is None:
-                    break  # what is built in its place could not draw as it does
+                    break  # a shuffle built in its place could not draw from its generator
                 if restarts(node) and _has_maps(node):
-                    break  # behind the repetition, a map reads ahead: the next order would begin before its time
+                    break  # a map behind the repetition would read ahead, and so begin the next order too early
                 above.append(node)
                 if _is_unseeded(node):
                     lowest, base = len(above), node._input_dataset
@@ -446,8 +473,10 @@ class _Batch:
     """Describes how samples are put into batches.
 
     Attributes:
+      size: rows of a full batch.
+      drop: whether a last smaller batch is dropped.
       element_spec: of the global batches.
-      parallel: what its call had beside the size.
+      parallel: further arguments of the batch call (``num_parallel_calls``).
       pad: shapes and values with which rows are padded; None: they are not.
     """
 
@@ -458,7 +487,11 @@ class _Batch:
     pad: tuple[Any, Any] | None = None
 
     def put_on(self, samples: tf.data.Dataset, size: int, carries: bool) -> tf.data.Dataset:
-        """Returns samples in batches of another size; ``carries``: each has a note beside it."""
+        """Returns ``samples`` in batches of ``size``.
+
+        Args:
+          carries: whether each sample is paired with a note (rows, number, summary), which is batched too.
+        """
         if self.pad is None:
             return samples.batch(size, False, *self.parallel)
         shapes, values = ((self.pad[0], [3]), (self.pad[1], np.int64(0))) if carries else self.pad
@@ -467,13 +500,22 @@ class _Batch:
 
 @dataclass(frozen=True)
 class _Map:
-    """A map that computes each sample by itself; ``parallel``: what its call had beside the function."""
+    """Represents a map that computes each sample by itself.
+
+    Attributes:
+      function: takes a sample as one argument.
+      parallel: further arguments of the map call (``num_parallel_calls``).
+    """
 
     function: Callable[[Sample], Sample]
     parallel: tuple[Any, ...]
 
     def on_samples_of(self, dataset: Any, carries: bool) -> Callable[..., Any]:
-        """Returns its function for the elements of a dataset; ``carries``: which are samples with a note beside."""
+        """Returns the function in the form that ``dataset.map`` needs for the elements of ``dataset``.
+
+        Args:
+          carries: whether each element is a sample paired with a note, which is passed through.
+        """
         function, is_tuple = self.function, type(dataset.element_spec) is tuple
 
         @autograph.do_not_convert
@@ -489,13 +531,13 @@ class _Map:
 
 @dataclass(frozen=True)
 class _Samples:
-    """Samples in front of maps that may come later.
+    """Represents samples in front of maps that can run behind the selection of a rank's samples.
 
     Attributes:
-      base: the samples.
-      maps: these maps, from the last to the first.
-      ends: the datasets from which the samples come as they are, in the order of their tensors.
-      kept: names of the maps in front.
+      base: the dataset of samples.
+      maps: the maps, from the last to the first.
+      ends: the datasets from which the samples come, in the order of their tensors.
+      kept: names of maps that stay in front.
       reseeded: shuffles that got a seed.
     """
 
@@ -507,7 +549,7 @@ class _Samples:
 
 
 def _function_of(made: Any) -> Callable[[Sample], Sample]:
-    """Returns the function of a map, to be called as tf.data calls it, with a sample in one argument."""
+    """Returns the function of a map, converted by AutoGraph as tf.data does, with the sample as one argument."""
     converted = autograph.tf_convert(made._map_func._func, ag_ctx.control_status_ctx())
 
     def function(sample: Sample) -> Sample:
@@ -518,7 +560,7 @@ def _function_of(made: Any) -> Callable[[Sample], Sample]:
 
 
 def _on_part(function: Callable[[Sample], Sample], zipped: Any, number: int) -> Callable[[Sample], Sample]:
-    """Returns a function of samples that are zipped, which changes the part of this number."""
+    """Returns a function of zipped samples that applies ``function`` to part number ``number`` of the zip."""
 
     def on_part(sample: Sample) -> Sample:
         parts = nest.flatten_up_to(zipped, sample)
@@ -529,7 +571,9 @@ def _on_part(function: Callable[[Sample], Sample], zipped: Any, number: int) -> 
 
 
 def _notes(size: int, full: int, rest: int) -> tf.data.Dataset:
-    """Notes of so many full batches (-1: without end), and of a last one with so many rows, if it has any."""
+    """Returns a dataset of notes (rows, 0, no summary): for ``full`` batches of ``size`` rows (-1: without end), and a
+    last one of ``rest`` rows unless that is 0.
+    """
     notes = tf.data.Dataset.from_tensors(np.array([[size, 0, _NO_SUMMARY]], np.int64)).repeat(full)
     if not rest:
         return notes
@@ -537,7 +581,7 @@ def _notes(size: int, full: int, rest: int) -> tf.data.Dataset:
 
 
 def _ends_in(dataset: Any) -> Unknown:
-    """Returns why batches of a dataset are not divided, named by its last transformation."""
+    """Returns the reason why a dataset's batches cannot be divided, which names its last transformation."""
     kind = type(dataset).__name__.strip("_").removesuffix("Dataset").removeprefix("Parallel")
     called = re.sub("(?<=[a-z])(?=[A-Z])", "_", kind).lower()
     name, action = _NEXT_STEPS.get(kind, (called, "put batch(n) last"))
@@ -545,7 +589,11 @@ def _ends_in(dataset: Any) -> Unknown:
 
 
 def refuse_leaves(specs: Sequence[Any]) -> None:
-    """Raises Unknown where batches hold what has no rows that a rank could take, given the specs of all in them."""
+    """Raises Unknown if batches hold something of which a rank cannot take rows, such as ragged tensors or strings.
+
+    Args:
+      specs: type specs of all components of a batch.
+    """
     for spec in specs:
         for kind, what, action in _WITHOUT_ROWS:
             if isinstance(spec, kind):
@@ -560,7 +608,7 @@ def refuse_leaves(specs: Sequence[Any]) -> None:
 
 
 def batch_size(dataset: Any) -> int:
-    """Rows of a full batch.
+    """Returns the number of rows of a full batch.
 
     Raises:
       ProgramError: the dataset does not end in batch(n).
@@ -570,8 +618,8 @@ def batch_size(dataset: Any) -> int:
         node = node._input_dataset
     if type(node).__name__ not in _BATCHES:
         raise ProgramError(
-            "a dataset whose files are shared out says how large its batches are",
-            given=f"{type(node).__name__.strip('_')} at its end",
+            'wh.shard(dataset, by="file") needs a dataset that ends in batch(n)',
+            given=f"a dataset that ends in {type(node).__name__.strip('_').removesuffix('Dataset')}",
             expected="batch(n), then at most prefetch, repeat or take",
             action="put batch(n) last",
         )
@@ -579,7 +627,7 @@ def batch_size(dataset: Any) -> int:
 
 
 def _maps_in(dataset: Any) -> Iterator[str]:
-    """Yields the names of the functions that a dataset is mapped by, but not of those that TensorFlow puts in."""
+    """Yields the names of the functions that a dataset is mapped by, without those that TensorFlow inserts."""
     if type(dataset).__name__ == "_RestructuredDataset":
         dataset = dataset._input_dataset._input_dataset
     elif type(dataset).__name__ in _MAPS:
@@ -589,7 +637,7 @@ def _maps_in(dataset: Any) -> Iterator[str]:
 
 
 def _has_maps(dataset: Any) -> bool:
-    """Whether maps lie below that could move over it."""
+    """Returns True if there are maps below ``dataset`` that could move behind it."""
     node = dataset
     while type(node).__name__ in (*_MOVES, *UNCHANGED):
         node = node._input_dataset
@@ -601,7 +649,7 @@ def _has_maps(dataset: Any) -> bool:
 def _put_on(base: tf.data.Dataset, made: Any, seeds: Seeds) -> tf.data.Dataset:
     kind = type(made).__name__
     if kind == "_RepeatDataset":
-        # TensorFlow makes one of a shuffle and a repetition that are side by side; that one draws fewer seeds.
+        # TensorFlow fuses a shuffle and a repeat that are adjacent, and the fused one draws fewer seeds.
         is_apart = type(made._input_dataset).__name__ != "_ShuffleDataset"
         return (base.prefetch(1) if is_apart and reshuffles(made) else base).repeat(made._count)
     if kind == "_TakeDataset":
@@ -616,7 +664,7 @@ def _put_on(base: tf.data.Dataset, made: Any, seeds: Seeds) -> tf.data.Dataset:
 
 
 def refuse_other_orders(dataset: tf.data.Dataset, reseeded: Collection[Any] = ()) -> None:
-    """Raises ProgramError where every rank would see other samples, or the same ones in another order.
+    """Raises ProgramError if the ranks would read different samples, or the same ones in different orders.
 
     Args:
       reseeded: shuffles that got the same seed on every rank.
@@ -627,7 +675,12 @@ def refuse_other_orders(dataset: tf.data.Dataset, reseeded: Collection[Any] = ()
 
 
 def _refuse_other_orders(dataset: Any, reseeded: Collection[Any], values_only: bool) -> None:
-    """``values_only``: what an element holds does not decide which ones there are later on."""
+    """Does the same for a dataset and, recursively, the datasets that it is made from.
+
+    Args:
+      values_only: whether the values of elements have no influence on which elements follow; random values are then
+        allowed.
+    """
     kind = type(dataset).__name__
     name = kind.strip("_")
     if _leaves_order_open(dataset):
@@ -647,9 +700,9 @@ def _refuse_other_orders(dataset: Any, reseeded: Collection[Any], values_only: b
 
 
 def _leaves_order_open(dataset: Any) -> bool:
-    """Tells whether samples come as they are ready.
+    """Returns True if the dataset yields samples in the order in which they become ready (``deterministic=False``).
 
-    An interleave that is asked for that keeps nothing of it but what its operation has, which its graph shows.
+    A parallel interleave keeps this option only in its operation's attribute, so the dataset's graph is read.
     """
     if type(dataset).__name__ != "_ParallelInterleaveDataset" or hasattr(dataset, IN_ORDER):
         return bool(getattr(dataset, "_deterministic", "default") == "false")
@@ -657,10 +710,10 @@ def _leaves_order_open(dataset: Any) -> bool:
 
 
 def shuffles_freely(dataset: Any, of_this_run: Callable[[int, int], bool]) -> bool:
-    """Whether a shuffle to which the script gave no seed decides on the order.
+    """Returns True if the dataset's order depends on a shuffle to which the script gave no seed.
 
     Args:
-      of_this_run: whether two seeds are those that this run gave to a shuffle without one.
+      of_this_run: returns True for two seeds that this run has given to a shuffle without one.
     """
     shuffles = (d for d in upstream(dataset) if type(d).__name__ == "_ShuffleDataset")
     return any(_is_unseeded(d) or of_this_run(_number(d._seed), _number(d._seed2)) for d in shuffles)
@@ -668,7 +721,7 @@ def shuffles_freely(dataset: Any, of_this_run: Callable[[int, int], bool]) -> bo
 
 def _no_order(given: str, action: str) -> ProgramError:
     return ProgramError(
-        "every rank would see the samples of a dataset in another order",
+        "the ranks would read the samples of a dataset in different orders",
         given=given,
         expected="the same order on every rank, of which each reads its rows",
         action=f'{action}, or give every rank files of its own: wh.shard(dataset, by="file")',
@@ -676,7 +729,7 @@ def _no_order(given: str, action: str) -> ProgramError:
 
 
 def _graphs(dataset: Any) -> Iterator[dict[str, Any]]:
-    """The nodes of the functions that a dataset applies, and of those that they call, by name."""
+    """Yields, for each function that a dataset applies and each function that these call, its nodes by name."""
     for wrapper in dataset._functions():
         graph_def = wrapper.function.graph.as_graph_def()
         yield {node.name: node for node in graph_def.node}
@@ -685,14 +738,16 @@ def _graphs(dataset: Any) -> Iterator[dict[str, Any]]:
 
 
 def _state(made: Any) -> str:
-    """The operation for which a map's samples depend on those before them; "" if each is computed by itself."""
+    """Returns the type of an operation by which a map's samples depend on earlier ones; "" if each sample is computed
+    by itself.
+    """
     for graph in _graphs(made):
         for node in graph.values():
             definition = op_def_registry.get(node.op)
             if definition is None or not definition.is_stateful or node.op in _REPEATS:
                 continue
             if node.op in DRAWS and _draws_freely(node):
-                continue  # nobody can say what one device would have drawn
+                continue  # without a seed, any numbers are as good as those of one device
             return node.op
     return ""
 
@@ -707,7 +762,7 @@ def _is_unseeded(dataset: Any) -> bool:
 
 
 def _has_zero_seeds(node: Any, graph: Mapping[str, Any]) -> bool:
-    """Whether both seeds of a shuffle inside a function are the constant 0."""
+    """Returns True if both seeds of a shuffle inside a function are the constant 0, so that it draws its own."""
     constants = [graph.get(name.lstrip("^").partition(":")[0]) for name in node.input]
     zeros = [c for c in constants if c is not None and c.op == "Const" and "seed" in c.name.lower()]
     return len(zeros) >= 2 and all(not np.any(tf.make_ndarray(c.attr["value"].tensor)) for c in zeros)

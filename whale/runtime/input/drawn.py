@@ -1,4 +1,5 @@
-"""Draws batches that a step reads itself from an iterator of the script: they are read before it, as its arguments.
+"""Draws the batches that a step reads itself from an iterator of the script: they are read before the step, and passed
+as arguments.
 
 Decision: 0061.
 """
@@ -24,27 +25,33 @@ from whale.runtime.input.local_batches import ELEMENT_TIMEOUT_S, describe_brough
 
 @dataclass(frozen=True)
 class Source:
-    """An iterator of which a step reads a batch: the argument of this number, or one that the step knows anyway."""
+    """Represents an iterator of which a step reads a batch.
+
+    Attributes:
+      number: index of the argument that is the iterator; negative: it is no argument.
+      iterator: the iterator, if the step knows it otherwise, such as from a closure.
+    """
 
     number: int = -1
     iterator: Any = None
 
     def find(self, arguments: Arguments) -> Any:
-        """Returns the iterator, for a call with these arguments."""
+        """Returns the iterator to read for a call with these arguments."""
         return self.iterator if self.number < 0 else arguments.leaves[self.number]
 
 
 def sources(drawing: IteratorReads, arguments: Arguments) -> tuple[Source, ...]:
-    """Returns the sources from which a traced step reads its batches, in order."""
+    """Returns the sources of the batches that a traced step reads, in the order of reading."""
     numbers = {id(leaf): i for i, leaf in enumerate(arguments.leaves) if is_iterator(leaf)}
     return tuple(Source(numbers[id(one)]) if id(one) in numbers else Source(iterator=one) for one in drawing.iterators)
 
 
 def reads_itself(captured: Traced, drawing: IteratorReads, arguments: Arguments) -> bool:
-    """Tells whether the step reads an iterator that is an argument, in a loop or in another form.
+    """Returns True if the step's graph reads an iterator argument itself, as in a loop, so that no batch can be drawn
+    for it.
 
     Raises:
-      ProgramError: it reads others, or the same one, in a form that is drawn for it.
+      ProgramError: the step also reads this or another iterator in a form for which batches are drawn.
     """
     handles = {id(tensor) for _, tensor in captured.captures}
 
@@ -59,7 +66,7 @@ def reads_itself(captured: Traced, drawing: IteratorReads, arguments: Arguments)
 
 
 def batches_key(batches: Sequence[Any]) -> Hashable:
-    """Returns a key that is equal for batches that one trace serves."""
+    """Returns a key that is equal for drawn batches for which one trace serves: equal structure, types and shapes."""
     leaves = tf.nest.flatten(batches, expand_composites=True)
     structure = tf.nest.map_structure(lambda _: 0, batches)
     shapes = [(type(t), t.dtype, t._shape_tuple()) for t in leaves]
@@ -67,13 +74,13 @@ def batches_key(batches: Sequence[Any]) -> Hashable:
 
 
 def draw(iterator: Any, context: Context) -> Any:
-    """Draws the next batch of an iterator: whole, or this rank's part where it reads no more, or where each has its
-    own.
+    """Returns the next batch of an iterator, for a step that reads it: the whole batch, or this rank's part
+    (``wh.shard``, ``batch.mode=local``).
 
-    Where the ranks would read in different orders, the first rank's batch is that of all. Collective then.
+    If the ranks would read in different orders, all get the first rank's batch; collective then.
 
     Raises:
-      tf.errors.OutOfRangeError: there is none.
+      tf.errors.OutOfRangeError: there is no further batch.
     """
     if context.elastic is not None:
         return context.elastic.drawn(lambda: _draw(iterator, context))
@@ -94,7 +101,7 @@ def _draw(iterator: Any, context: Context) -> Any:
 
 
 def _reads_alike(iterator: Any) -> bool:
-    """Tells whether each rank reads the same batches in the same order."""
+    """Returns True if all ranks read the same batches in the same order from the iterator's dataset."""
     try:
         refuse_other_orders(iterator._dataset)
     except ProgramError:
@@ -103,7 +110,9 @@ def _reads_alike(iterator: Any) -> bool:
 
 
 def _read_on_first_rank(iterator: Any, context: Context) -> Any:
-    """Returns the first rank's batch on all ranks; each reads one, so that they come to the end together."""
+    """Returns the first rank's batch on all ranks. Each rank reads a batch of its own as well, so that all come to the
+    end together.
+    """
     key, context.elements = f"whale/element/{context.elements}", context.elements + 1
     comm, said = context.comms[0], None
     try:
@@ -121,7 +130,7 @@ def _read_on_first_rank(iterator: Any, context: Context) -> Any:
 
 
 def _as_parts(element: Any, context: Context) -> Any:
-    """Marks a rank's own batch as its part of the global one."""
+    """Returns a rank's own batch with its tensors marked as parts of the global batch; collective."""
     tensors = tf.nest.flatten(element, expand_composites=True)
     names = [f"batch_{i}" for i in range(len(tensors))]
     sizes = rows_of_values(exchange(describe_brought(tensors), context), names)

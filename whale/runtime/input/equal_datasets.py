@@ -1,8 +1,8 @@
-"""Checks that the ranks read the same dataset: of the same data, by the same functions, in the same order.
+"""Checks that the ranks read the same dataset: the same data, through the same functions, in the same order.
 
-Ranks take different rows of a dataset, so that their rows do not show whether they all read the same one. What it is
-built of does, without reading it: tensors, numbers, seeds, functions, and what these capture, tables above all. Where
-Python, generators and files decide on elements, these are summed up as they are read.
+Ranks take different rows of a dataset, so their rows do not show whether all read the same one. What it is built of
+does, without reading it: tensors, numbers, seeds, functions, and what these capture, such as tables. Where Python
+functions, generators or files decide the elements, checksums of these are taken as they are read (``Summary``).
 
 Decision: 0134.
 """
@@ -29,10 +29,10 @@ _LEFT_OUT = (
     "_SnapshotDataset",
     "_RebatchDataset",
 )
-_OF_SPEED = ("parallel", "prefetch", "buffer_output")  # parts of the names of what a host may set as it likes
-# Attributes of operations that name something of this process.
+_OF_SPEED = ("parallel", "prefetch", "buffer_output")  # parts of names of attributes that may differ between hosts
+# Attributes of operations that refer to objects of this process.
 _OF_PROCESS = ("token", "shared_name", "container", "metadata", "config", "config_proto", "executor_type", "name")
-# Datasets whose elements follow from what they are built of, and operations inside of functions that make such.
+# Datasets whose elements follow from what they are built of; their names also occur as ops inside of functions.
 _SEEN = (
     "AssertCardinality Batch Concatenate Filter FlatMap Interleave List Map Options PaddedBatch ParallelBatch "
     "ParallelInterleave ParallelMap Prefetch Range Rebatch Repeat Scan Shard Skip Take TakeWhile TensorSlice Tensor "
@@ -41,16 +41,16 @@ _SEEN = (
 _SEEN_DATASETS = {f"_{name}Dataset" for name in _SEEN}
 _PYTHON = ("PyFunc", "EagerPyFunc", "PyFuncStateless")
 _FACTOR = 1_000_003
-_BEFORE_A_ROUND = 1 << 62  # as the number of a batch: any other one begins a round
-_MOST_SAMPLES = 1 << 40  # more than a batch has
+_BEFORE_A_ROUND = 1 << 62  # stands for a batch number after which any other number begins a new round
+_MOST_SAMPLES = 1 << 40  # larger than any batch
 _READS = (*_PYTHON, "ReadFile", "MatchingFiles")
 
 
 def describe_build(dataset: tf.data.Dataset) -> dict[str, tf.Tensor]:
-    """Returns all that decides on a dataset's elements, by names that a person understands; equal on ranks that read
-    the same.
+    """Returns all that decides a dataset's elements, keyed by a description for messages; equal on ranks that read the
+    same.
 
-    Not seen is what a Python function, a generator or a file yields.
+    What a Python function, a generator or a file yields is not covered.
     """
     found: dict[str, tf.Tensor] = {}
     for number, node in enumerate(_nodes(dataset)):
@@ -69,7 +69,7 @@ def describe_build(dataset: tf.data.Dataset) -> dict[str, tf.Tensor]:
 
 
 def _nodes(dataset: Any) -> Iterator[Any]:
-    """Yields the dataset and all that it is made from, each once."""
+    """Yields the dataset and all datasets that it is made from, each once."""
     seen, left = set(), [dataset]
     while left:
         node = left.pop(0)
@@ -97,7 +97,9 @@ def _is_held(value: Any) -> bool:
 
 
 def _describe_function(function: Any) -> Iterator[tuple[str, tf.Tensor]]:
-    """Yields what decides on a function that a dataset calls: its operations, its constants, and what it captures."""
+    """Yields (description, value) of what decides the results of a dataset's function: its operations, constants, seeds
+    and captures.
+    """
     graph_def = function.graph.as_graph_def()
     constants: list[tf.Tensor] = []
     seeds: list[int] = []
@@ -108,7 +110,7 @@ def _describe_function(function: Any) -> Iterator[tuple[str, tf.Tensor]]:
     variables = {id(v.handle): v for v in function.graph.variables}
     for i, value in enumerate(
         function.captured_inputs
-    ):  # names of variables and tables differ with what was made before
+    ):  # variables and tables are numbered, since their names depend on what the process has created before
         if _is_held(value):
             yield f"captured tensor {i}", _strip_folder(value)
         elif (variable := variables.get(id(value))) is not None and not _is_random_state(variable):
@@ -117,17 +119,19 @@ def _describe_function(function: Any) -> Iterator[tuple[str, tf.Tensor]]:
 
 
 def _is_random_state(variable: Any) -> bool:
-    """Tells whether a generator counts in a variable: each rank disturbs its own samples in its own way."""
+    """Returns True if a variable has the dtype and shape of a generator's state; each rank may perturb its own samples
+    differently.
+    """
     shape = variable.shape.as_list()
     return (variable.dtype == tf.int64 and shape in ([2], [3])) or (variable.dtype == tf.uint32 and shape == [2])
 
 
 def _operations(graph_def: Any, constants: list[tf.Tensor], seeds: list[int]) -> int:
-    """Returns a number for the operations of a graph and of the functions that it calls, whatever their names are.
+    """Returns a checksum of the operations of a graph and of the functions that it calls, independent of their names.
 
     Args:
-      constants: gets the values of those that are constants.
-      seeds: gets those of operations that draw.
+      constants: list to which the values of constants are appended.
+      seeds: list to which the seeds of random operations are appended.
     """
     library = {f.signature.name: f for f in graph_def.library.function}
     numbers: dict[str, int] = {}  # of functions, in the order in which they are met
@@ -183,7 +187,9 @@ def _describe_nodes(
 
 
 def _strip_folder(value: tf.Tensor) -> tf.Tensor:
-    """Strips from paths of files the folder that all of them are in, which may be another one on each host."""
+    """Removes from paths of files the folder that they have in common, which may differ between hosts; returns other
+    values unchanged.
+    """
     if value.dtype != tf.string or not tf.size(value):
         return value
     texts = np.asarray(value.numpy(), object).reshape(-1).tolist()
@@ -195,7 +201,7 @@ def _strip_folder(value: tf.Tensor) -> tf.Tensor:
 
 
 def is_seen(dataset: Any) -> bool:
-    """Tells whether a dataset's elements follow from what ``describe_build`` sees, wherever the ranks have begun to
+    """Returns True if a dataset's elements follow from what ``describe_build`` covers, from whatever position the ranks
     read it.
     """
     for node in _nodes(dataset):
@@ -217,10 +223,10 @@ def _types(graph_def: Any) -> Iterator[str]:
 
 
 def find_drawn_leaves(dataset: Any) -> list[bool]:
-    """Tells which tensors of an element each rank may draw for itself, as it may disturb its own samples in its own
-    way.
+    """Returns, for each tensor of an element, True if ranks may have different values, as when each rank perturbs its
+    own samples.
 
-    They come of random operations without a seed, of a generator's state, or are floating point from Python.
+    These are values of random operations without a seed, of a generator's state, or floating-point values from Python.
     """
     leaves = tf.nest.flatten(dataset.element_spec)
     sources = [find_drawn_leaves(source) for source in dataset._inputs()]
@@ -248,7 +254,12 @@ def _draws(node: Any) -> bool:
 
 
 def _find_drawn_results(function: Any, before: list[bool], parallel: bool) -> list[bool]:
-    """Tells which results of a map's function are drawn, given which arguments are."""
+    """Returns, for each result of a map's function, True if ranks may have different values.
+
+    Args:
+      before: the same for the function's arguments.
+      parallel: whether the map runs in parallel, so that calls of Python come in any order.
+    """
     graph = function.graph
     captured = set(map(id, graph.internal_captures))
     arguments = [t for t in graph.inputs if id(t) not in captured]
@@ -284,12 +295,12 @@ def _find_drawn_results(function: Any, before: list[bool], parallel: bool) -> li
 
 
 def summary_of(samples: Sequence[Any], every: int) -> Summary | None:
-    """Returns what sums up batches of these samples; None where they are known without reading them, or every rank
-    draws.
+    """Returns a Summary of batches of these samples; None if their elements follow from how the dataset is built, or if
+    ranks may differ in all tensors.
 
     Args:
-      samples: the dataset, or those whose tensors follow each other in its samples.
-      every: of how many batches one is summed up; 0: none.
+      samples: the datasets whose tensors follow each other in a sample.
+      every: every so many batches one is recorded; 0: none.
     """
     if not every or all(map(is_seen, samples)):
         return None
@@ -298,11 +309,12 @@ def summary_of(samples: Sequence[Any], every: int) -> Summary | None:
 
 
 class Summary:
-    """Keeps what is compared of whole batches, as the dataset's functions meet them, before a rank takes its rows.
+    """Records values of whole batches as a dataset's functions see them, before a rank takes its rows, to be compared
+    between ranks.
 
     Args:
-      leaves: numbers of the tensors of a sample that are looked at.
-      every: of how many batches one is, beside the first ones.
+      leaves: indices of the tensors of a sample that are recorded.
+      every: the first batches are recorded, and after them one of so many.
     """
 
     def __init__(self, leaves: Sequence[int], every: int) -> None:
@@ -313,7 +325,9 @@ class Summary:
         self._reads = self._mixed = False
 
     def begin(self) -> None:
-        """Begins an iteration; where another one goes on, nobody knows any more which of them meets a batch."""
+        """Begins an iteration. If another one is open, nothing is recorded any more, since it is unknown which of them
+        a batch belongs to.
+        """
         self._mixed = self._mixed or self._reads
         self._held, self._reads = {}, True
         self._rounds_met = self._rounds_yielded = 0
@@ -324,7 +338,9 @@ class Summary:
         self._reads = False
 
     def note_after(self, number: tf.Tensor, samples: tf.data.Dataset) -> tf.Tensor:
-        """Returns a zero that is there once the samples of the batch of this number are kept, if they are to be."""
+        """Returns a zero that depends on the recording of batch number ``number``, if it is to be recorded, so that
+        this happens before the result is used.
+        """
         specs = tf.nest.flatten(samples.element_spec)
         one_shape = all(isinstance(s, tf.TensorSpec) and s.shape.is_fully_defined() for s in specs)
 
@@ -352,10 +368,11 @@ class Summary:
         return np.int64(0)
 
     def find(self, number: int) -> list[tf.Tensor]:
-        """Returns what was kept of the latest batch up to this one of which anything was; nothing where nobody knows.
+        """Returns what was recorded of the latest recorded batch up to batch ``number``; [] if nothing was, or it is
+        unknown.
 
         Args:
-          number: of the batch that is yielded, in its round.
+          number: of the batch that is yielded, within its repetition.
         """
         if number <= self._last:
             self._rounds_yielded += 1

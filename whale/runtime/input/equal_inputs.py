@@ -1,7 +1,6 @@
-"""Compares what every rank brings whole, or reads alike: on the first steps, and now and then after.
+"""Compares between ranks what every rank passes whole or has read whole: on the first steps, and now and then after.
 
-Of lookup tables among them what they hold is compared: tables of tf.lookup, and those by which Keras' layers number
-words.
+Of lookup tables, the contents are compared: tables of tf.lookup, and those by which Keras layers number words.
 """
 
 from __future__ import annotations
@@ -23,10 +22,10 @@ from whale.runtime.variables.compared import compute_checksum
 
 FIRST_STEPS = 3
 _MOST_BYTES = 1 << 26
-_WHOLE = "_whale_whole_batch"  # attribute of a rank's rows, where it has read all of the batch
-_BLOCK = 256  # elements that are summed, where values may differ by rounding
+_WHOLE = "_whale_whole_batch"  # attribute of a rank's rows: the whole batch, if the rank has read it
+_BLOCK = 256  # elements in a block whose sum is compared, where values may differ by rounding
 
-# Sums of another order, on processors of other widths, differ by fewer units in the last place than this.
+# Sums in another order, on processors with other vector widths, differ by fewer units in the last place than this.
 _ROUNDING = 1000.0
 _UNITS = {1: 2.0**-2, 2: 2.0**-7, 4: 2.0**-23, 8: 2.0**-52}  # in the last place, by bytes of a number
 _KEYS = (tf.string, tf.int64, tf.int32)
@@ -36,13 +35,17 @@ _MIX = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))  # of Spli
 
 
 def with_whole(rows: tf.Tensor, batch: tf.Tensor) -> tf.Tensor:
-    """Attaches the whole batch, which all ranks have read, to ``rows`` of it: it is compared where they are used."""
+    """Returns ``rows`` with the whole batch attached, of which all ranks have read the same; it is compared where the
+    rows are used.
+    """
     setattr(rows, _WHOLE, batch)
     return rows
 
 
 def as_rows_of(rows: Any, other: Any) -> Any:
-    """Attaches the batch of ``other`` to ``rows``, which are of the same batch."""
+    """Returns ``rows`` with the whole batch attached that is attached to ``other``, if any; both are of the
+    same batch.
+    """
     return rows if (batch := getattr(other, _WHOLE, None)) is None else with_whole(rows, batch)
 
 
@@ -54,16 +57,16 @@ def compare_arguments(
     parts: Collection[str],
     constants: Mapping[str, tf.Tensor],
 ) -> Callable[[list[Any]], Any]:
-    """Wraps ``call`` so that arguments that each rank brings whole, or has read whole, are compared between the ranks.
+    """Wraps ``call`` so that arguments that every rank passes whole, or has read whole, are compared between the ranks.
 
-    That is done on the first three calls and on every ``debug.check_inputs``-th after; captured tensors, and what
-    captured tables hold, are compared once.
+    This happens on the first three calls, and then on every n-th one, n being ``debug.check_inputs``; captured tensors
+    and the contents of captured tables are compared once. Returns ``call`` itself if there is nothing to compare.
 
     Args:
-      step: its name.
+      step: name of the step.
       names: of the arguments, in the order of ``call``'s tensors.
-      parts: those of which each rank brings its own rows.
-      constants: what the step takes beside its arguments, by name.
+      parts: names of the arguments of which each rank passes its own rows.
+      constants: name -> what the step captures beside its arguments.
     """
     every = context.config["debug.check_inputs"]
     brings = constants or any(name not in parts for name in names) or (parts and context.elastic is None)
@@ -87,18 +90,18 @@ def compare_arguments(
 def refuse_other_values(
     given: Mapping[str, Any], context: Context, step: str, when: str, read: Collection[str] = (), key: str = ""
 ) -> None:
-    """Compares tensors that the ranks have to be given alike; collective between processes.
+    """Raises an error if ranks are given different values of the same tensors; collective between processes.
 
     Args:
-      given: by name; of what is no tensor of numbers or strings, nothing is said.
-      step: what they are given to.
-      when: which time that is, in words.
-      read: names of those that the ranks have read of a dataset, to take their rows of them.
-      key: tells apart what is compared by several threads.
+      given: name -> value; values that are not tensors of numbers or strings are ignored.
+      step: name of the step that they are given to.
+      when: which call this is, for messages.
+      read: names of the tensors that the ranks have read from a dataset, to take their rows of them.
+      key: distinguishes comparisons that several threads make at the same time.
 
     Raises:
-      ProgramError: they differ, with the first name.
-      CommError: the ranks are at different places.
+      ProgramError: values differ; names the first.
+      CommError: the ranks are at different steps.
     """
     purpose = f"the comparison of what `{step}` is given in {when}"
 
@@ -148,11 +151,11 @@ def refuse_other_values(
 
 
 def other_datasets(found: Difference, context: Context) -> ProgramError:
-    """Returns the error of ranks that have built different datasets."""
+    """Creates the error for ranks that have built different datasets."""
     return ProgramError(
-        "the ranks share out different datasets",
+        "the ranks pass different datasets to wh.shard",
         argument=found.name,
-        given=f"ranks {' and '.join(found.ranks)} have other values there",
+        given=f"ranks {' and '.join(found.ranks)} have different values of it",
         **{"likely cause": describe_likely_cause(context, found.reordered)},
         expected="the same dataset on every rank, of which each reads its rows",
         action="remove what depends on the rank, give it a seed after wh.init(), or sort it; or, where each rank has "
@@ -162,11 +165,12 @@ def other_datasets(found: Difference, context: Context) -> ProgramError:
 
 @dataclass(frozen=True)
 class Difference:
-    """The first of several values that differs.
+    """Describes the first value that differs between ranks.
 
     Attributes:
-      ranks: the first one, and those that have another value.
-      reordered: whether they have the same elements in another order.
+      name: of the value.
+      ranks: the first rank, and those that have another value, as text.
+      reordered: whether all have the same elements in different orders.
     """
 
     name: str
@@ -175,9 +179,12 @@ class Difference:
 
 
 class _Detail(msgspec.Struct):
-    """A rank's message about a value that differs.
+    """Represents a rank's message about a value that differs.
 
-    ``sums``: of blocks of its elements, and of their absolute values; ``elements``: of all, in any order.
+    Attributes:
+      sums: weighted sums of blocks of its elements.
+      absolute: the same of their absolute values, by which rounding is judged.
+      elements: checksum of the sorted elements, equal if only the order differs.
     """
 
     sums: list[float]
@@ -186,7 +193,7 @@ class _Detail(msgspec.Struct):
 
 
 def checksums(given: Mapping[str, tf.Tensor]) -> dict[str, int]:
-    """Returns checksums of a rank's values: equal for equal ones."""
+    """Returns name -> checksum of a rank's values."""
     return {name: compute_checksum(_sample(value)) for name, value in given.items()}
 
 
@@ -196,13 +203,13 @@ def find_difference(
     exchange: Callable[[bytes], list[bytes]],
     rounding: Collection[str] = (),
 ) -> Difference | None:
-    """Returns the first value that differs between the ranks, or None. Collective where there may be one.
+    """Returns the first value that differs between the ranks; None if there is none. Collective if checksums differ.
 
     Args:
       said: the ``checksums`` of every rank.
-      given: the values of this one.
-      exchange: gives every rank's bytes for this one's.
-      rounding: names of those that may differ by rounding, if they are of floating point.
+      given: name -> value on this rank.
+      exchange: takes this rank's bytes and returns those of every rank.
+      rounding: names of the values that may differ by rounding, if they are of floating point.
     """
     names = list(dict.fromkeys(name for sums in said for name in sums))
     differing = [name for name in names if any(sums.get(name) != said[0].get(name) for sums in said)]
@@ -234,7 +241,7 @@ def _detail(value: tf.Tensor) -> _Detail:
         return _Detail([], [], compute_checksum(tf.constant(np.sort(held))))
     numbers = np.nan_to_num(held.astype(np.float64))
     blocks = np.pad(numbers, (0, -numbers.size % _BLOCK)).reshape(-1, _BLOCK)
-    weights = 1.0 + np.arange(_BLOCK) / _BLOCK  # elements that change places are noticed
+    weights = 1.0 + np.arange(_BLOCK) / _BLOCK  # so that elements in another order give another sum
     sums, absolute = (blocks * weights).sum(1), (np.abs(blocks) * weights).sum(1)
     return _Detail(sums.tolist(), absolute.tolist(), zlib.crc32(np.sort(numbers).tobytes()))
 
@@ -250,20 +257,21 @@ def _differs_by_rounding(one: _Detail | None, other: _Detail | None, dtype: tf.D
 
 
 def _sample(value: tf.Tensor) -> tf.Tensor:
-    """Returns all of a tensor, or of a large one elements at equal distances: what differs, differs nearly
-    everywhere.
+    """Returns the whole tensor, or of a large one elements at equal distances, since tensors that differ usually differ
+    nearly everywhere.
     """
     distance = -(-value.dtype.size * int(tf.size(value)) // _MOST_BYTES) if value.dtype != tf.string else 1
     return value if distance <= 1 else tf.reshape(value, [-1])[::distance]
 
 
 def number_tables(captured: Mapping[str, Any]) -> dict[str, tf.Tensor]:
-    """Returns a number for the keys, and one for the entries, of those captured tensors that are handles of tables.
+    """Returns checksums of the contents of the captured tensors that are handles of lookup tables: one of the keys, one
+    of the entries.
 
-    Tables that hold the same give the same numbers, whatever the order in which a process keeps it.
+    Tables with the same contents give the same numbers, in whatever order a process stores them.
 
     Args:
-      captured: by name.
+      captured: name -> captured tensor.
     """
     found: dict[str, tf.Tensor] = {}
     for name, handle in captured.items():
@@ -276,7 +284,7 @@ def number_tables(captured: Mapping[str, Any]) -> dict[str, tf.Tensor]:
 def _number_held(handle: tf.Tensor) -> Iterator[tuple[str, np.uint64]]:
     try:
         size = int(tf.raw_ops.LookupTableSizeV2(table_handle=handle))
-    except tf.errors.OpError:  # no table, or one that has yet to be filled
+    except tf.errors.OpError:  # the handle is no table's, or the table is not initialised yet
         return
     if size > _MOST_ENTRIES:
         yield "size", np.uint64(size)
@@ -292,7 +300,7 @@ def _number_held(handle: tf.Tensor) -> Iterator[tuple[str, np.uint64]]:
 
 
 def _is_of(handle: tf.Tensor, keys: tf.DType, values: tf.DType) -> bool:
-    """Tells whether a table has keys and values of these types; to export others ends the process."""
+    """Returns True if a table has keys and values of these dtypes; exporting it with others would abort the process."""
     nothing, default = tf.zeros([0], keys), tf.zeros([], values)
     try:
         tf.raw_ops.LookupTableFindV2(table_handle=handle, keys=nothing, default_value=default)
@@ -302,7 +310,7 @@ def _is_of(handle: tf.Tensor, keys: tf.DType, values: tf.DType) -> bool:
 
 
 def _hashes(rows: tf.Tensor) -> np.ndarray:
-    """Returns a number of 64 bits for each row, uint64[rows]."""
+    """Returns a 64-bit hash of each row, uint64[rows]."""
     if rows.dtype == tf.string:
         rows = tf.strings.to_hash_bucket_fast(rows, (1 << 63) - 1)
     count = int(rows.shape[0])

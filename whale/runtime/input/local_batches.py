@@ -1,7 +1,8 @@
-"""Forms the global batch of what the ranks bring: they tell each other the shapes, from which it follows.
+"""Forms the global batch of the rows that the ranks bring: they exchange dtypes and shapes, from which the rows of each
+rank follow.
 
-Of a batch of which every rank has read a part, a step gets its rows, or the whole, where a plan divides it otherwise
-(``gather_whole_batch``).
+Of a batch of which every rank has read a part, a step gets its own rows (``rows_of_run``), or the whole batch if the
+plan divides it differently (``gather_whole_batch``).
 """
 
 from __future__ import annotations
@@ -26,8 +27,13 @@ ELEMENT_TIMEOUT_S = 3600.0  # waits until a rank has a batch: a pipeline may tak
 
 
 class Brought(msgspec.Struct, frozen=True):
-    """A rank's contribution to a batch: dtype and shape of each value; or that it has nothing more; or the error that
-    it met.
+    """Represents what a rank brings to a batch.
+
+    Attributes:
+      values: (dtype, shape) of each tensor.
+      ended: whether the rank has no further batch.
+      error_code: TensorFlow's code of the error that the rank met; 0: none.
+      error: its message.
     """
 
     values: tuple[tuple[str, tuple[int, ...]], ...] = ()
@@ -37,29 +43,34 @@ class Brought(msgspec.Struct, frozen=True):
 
 
 def rows_of(rows: int, context: Context) -> tuple[int, ...]:
-    """Returns how many of a batch's rows each rank of the run has, as `batch.shares` asks."""
+    """Returns how many of a batch's rows each rank of the run has, according to `batch.shares` and the mesh."""
     coordinates = data_coordinates(context.mesh, context.size, context.rank_order)
     return rows_of_ranks(rows, context.size, context.config["batch.shares"], coordinates)
 
 
 def find_first_row(sizes: Sequence[int], context: Context) -> int:
-    """Returns where this rank's rows begin in a batch of which each rank has so many, in the order of the mesh."""
+    """Returns where this rank's rows begin in a batch.
+
+    Args:
+      sizes: rows of each rank, by rank; the batch has them in the order of the mesh.
+    """
     order = context.rank_order or tuple(range(context.size))
     return sum(sizes[rank] for rank in order[: order.index(context.rank)])
 
 
 def describe_brought(values: Sequence[Any]) -> Brought:
-    """Describes tensors or arrays that a rank brings."""
+    """Returns the message with the dtypes and shapes of the tensors or arrays that a rank brings."""
     return Brought(tuple((tf.as_dtype(v.dtype).name, tuple(v.shape)) for v in values))
 
 
 def describe_failure(error: tf.errors.OpError) -> Brought:
-    """Describes the failure of a rank that could not read its batch."""
+    """Returns the message of a rank that could not read its batch."""
     return Brought(error_code=error.error_code, error=error.message or "")
 
 
 def exchange(mine: Brought, context: Context) -> list[Brought]:
-    """Returns what each rank brings. Collective between processes; a dry run takes the ranks for equal.
+    """Returns what each rank brings, in order of ranks. Collective between processes; in a dry run all ranks count as
+    equal to this one.
 
     Raises:
       tf.errors.OpError: the error of the first rank that met one, on every rank.
@@ -78,13 +89,14 @@ def exchange(mine: Brought, context: Context) -> list[Brought]:
 def rows_of_values(
     everyone: Sequence[Brought], names: Sequence[str], marked: Collection[str] = ()
 ) -> list[tuple[int, ...] | None]:
-    """Returns for each value the rows of every rank, or None where it is no part of a batch but equal on all ranks.
+    """Returns, for each value, the number of rows on every rank; None for a value that is no part of a batch but equal
+    on all ranks.
 
     Args:
-      everyone: by rank; those that have ended bring no rows.
-      names: what a person calls the values.
-      marked: names of the values that are parts; empty means those that on every rank have as many rows as the first
-        value that has rows.
+      everyone: what each rank brings; ranks that have ended bring no rows.
+      names: names of the values, for messages and for ``marked``.
+      marked: names of the values that are parts of the batch; empty: those that on every rank have as many rows as the
+        first value that has rows.
 
     Raises:
       ProgramError: the ranks' values do not fit together; names the ranks.
@@ -112,9 +124,10 @@ def rows_of_values(
 
 
 def local_arguments(arguments: Arguments, context: Context) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Returns the arguments of a call to which every rank brings its own batch, with its parts marked as such.
+    """Returns the positional and keyword arguments of a call for which every rank brings its own batch, with tensors of
+    the batch marked as parts.
 
-    Collective, unless one is marked already: its rank knows the rows of the others.
+    Collective, unless an argument is marked already, so that its rank knows the rows of the others.
     """
     tensors = list(arguments.tensors)
     if tensors and not any(isinstance(t, ShardedTensor) for t in tensors):
@@ -130,18 +143,19 @@ def local_arguments(arguments: Arguments, context: Context) -> tuple[tuple[Any, 
 
 def _mismatch(what: str, rank: int, given: object, other: int, other_given: object) -> ProgramError:
     return ProgramError(
-        "the ranks bring parts that are not of one batch",
+        "the ranks' parts do not form one batch",
         value=what,
         given=f"rank {rank} has {given}, rank {other} has {other_given}",
         expected="equal dtypes, and equal shapes but for the rows of a batch",
-        action="give every rank examples of one shape; name the inputs that carry the batch in batch.inputs",
+        action="pass examples of one shape on every rank; name the inputs that have the batch's rows in batch.inputs",
     )
 
 
 def gather_whole_batch(part: ShardedTensor, name: str, context: Context) -> tf.Tensor:
-    """Gathers all rows, [sum(part.sizes), ...], on every rank. Collective.
+    """Gathers all rows of a batch, [sum(part.sizes), ...], on every rank. Collective.
 
     Args:
+      part: this rank's rows.
       name: of the argument; equal on all ranks.
 
     Raises:
@@ -165,7 +179,7 @@ def gather_whole_batch(part: ShardedTensor, name: str, context: Context) -> tf.T
 
 
 def rows_of_run(value: Any, context: Context) -> Any:
-    """Returns what a lowered step takes of an argument: of a part of a batch, this rank's rows.
+    """Returns what a lowered step takes for an argument: this rank's rows of a part of a batch, other values unchanged.
 
     Raises:
       ProgramError: the part belongs to another run.

@@ -1,9 +1,10 @@
 """Lets each rank keep what a dataset yields in files of its own: ``cache(file)``, ``snapshot`` and ``save`` of tf.data.
 
-TensorFlow writes these for one process. Where a second one comes to the same files, it fails, takes for complete what
-is half written, or, as scripts remove what an earlier run has left, loses them. So in a run of several processes each
-writes to a temporary folder of its own. What is there already at the name that the script gives is read by all; and
-what is to outlast the run, the first rank puts there: what was saved at once, a cache when it ends.
+TensorFlow writes these files for one process. If a second process uses the same path, it fails, takes half-written
+files for complete, or deletes them, as scripts do with files of an earlier run. So in a run of several processes each
+writes to a temporary folder of its own. Complete files that already exist at the script's path are read by all ranks.
+What should outlast the run, the first rank puts at the script's path: saved datasets at once, a cache when the process
+ends.
 
 Decision: 0148.
 """
@@ -26,11 +27,13 @@ from whale.runtime.context import Context, find_running
 from whale.runtime.files import is_on_disk
 
 _Dataset = tf.compat.v2.data.Dataset
-_INDEX = ".index"  # of a cache: is there once all of it is
+_INDEX = ".index"  # suffix of a cache's index file, which exists once the cache is complete
 
 
 def install() -> None:
-    """Replaces the methods of tf.data; while no run of several processes goes on they do what they always did."""
+    """Replaces ``cache``, ``snapshot``, ``save`` and ``load`` of tf.data; the replacements act as the originals unless
+    a run of several processes goes on.
+    """
     if hasattr(_Dataset.cache, "_whale_original"):
         return
     for name, new in (("cache", _cache), ("snapshot", _snapshot), ("save", _save)):
@@ -46,10 +49,13 @@ def install() -> None:
 
 
 class OwnFiles:
-    """The files in which one process keeps what its datasets yield, until it ends.
+    """Manages the files in which one process keeps what its datasets yield, until the process ends.
+
+    Args:
+      rank: of the process.
 
     Attributes:
-      kept: whether caches hold what all ranks read, so that the first one is kept for later runs.
+      kept: whether caches hold what all ranks read, so that the first rank's cache is kept for later runs.
     """
 
     def __init__(self, rank: int) -> None:
@@ -61,7 +67,9 @@ class OwnFiles:
         atexit.register(self.end)
 
     def name_cache(self, path: str) -> str:
-        """Returns where this process caches what the script wants cached at ``path``."""
+        """Returns the path at which this process caches what the script wants cached at ``path``; ``path`` itself if a
+        complete cache is there.
+        """
         if os.path.exists(path + _INDEX):
             return path  # complete: it is only read
         key = os.path.abspath(path)
@@ -70,18 +78,22 @@ class OwnFiles:
         return self._caches[key]
 
     def name_new(self, path: str) -> str:
-        """Returns an unused path for what the script wants at ``path``, on the same device."""
+        """Returns an unused path in this process's folder, on the same device as ``path``."""
         return os.path.join(tempfile.mkdtemp(dir=self._find_folder(path)), os.path.basename(path) or "data")
 
     def name_tensor(self, path: tf.Tensor) -> tf.Tensor:
-        """Returns the name of a file for one that is known only when a dataset is read; "" stands for memory."""
+        """Returns a string tensor with this process's path for a path that is known only when the dataset is read; ""
+        (memory) stays "".
+        """
         flat = tf.strings.regex_replace(path, "[^A-Za-z0-9._-]", "_")
         folder = tempfile.mkdtemp(dir=self._find_folder(os.path.join(tempfile.gettempdir(), "any")))
         own = tf.strings.join([folder, "/", flat])
         return tf.where(tf.equal(path, ""), path, own)
 
     def note_saved(self, path: str, own: str) -> None:
-        """Notes where this process saved what the script wants at ``path``; the first rank puts it there as well."""
+        """Records that this process has saved at ``own`` what the script wants at ``path``; on the first rank, links it
+        there as well.
+        """
         self._saved[os.path.abspath(path)] = own
         if self._rank == 0:
             shutil.rmtree(path, ignore_errors=True)
@@ -89,14 +101,16 @@ class OwnFiles:
                 _link_tree(own, path)
 
     def find_saved(self, path: Any) -> Any:
-        """Returns where this process saved what is at ``path``; ``path`` where it did not."""
+        """Returns the path at which this process has saved what the script saved at ``path``; ``path`` itself if it has
+        not.
+        """
         text = _read_text(path)
         return path if text is None else self._saved.get(os.path.abspath(text), path)
 
     def end(self) -> None:
-        """Puts what outlasts the run where the script wants it, and removes the rest."""
+        """Moves what outlasts the run to the script's paths, on the first rank, and removes this process's folders."""
         if os.getpid() != self._process:
-            return  # a fork of it
+            return  # this is a fork of the process
         atexit.unregister(self.end)
         if self._rank == 0:
             for path, own in self._saved.items():
@@ -109,7 +123,9 @@ class OwnFiles:
             shutil.rmtree(folder, ignore_errors=True)
 
     def _find_folder(self, path: str) -> str:
-        """Returns this process's folder on the device of ``path``: among temporary files, or else beside it."""
+        """Returns this process's folder on the device of ``path``: in the folder for temporary files if that is on the
+        device, else beside ``path``.
+        """
         parent = os.path.dirname(os.path.abspath(path))
         while not os.path.isdir(parent):
             parent = os.path.dirname(parent)
@@ -122,7 +138,9 @@ class OwnFiles:
 
 
 def _find_files(context: Context | None) -> OwnFiles | None:
-    """Returns the files of this process; None: it is the only one of the run, or has a program of its own."""
+    """Returns the files of this process; None if it is the only one of the run, trains alone, or runs a program of its
+    own.
+    """
     if context is None or not context.has_other_processes or context.solo or context.planning.own_programs is not None:
         return None
     if not isinstance(context.own_files, OwnFiles):
@@ -178,7 +196,7 @@ def _save(context: Context, files: OwnFiles, original: Callable[..., Any], path:
 
 
 def _read_text(path: Any) -> str | None:
-    """Returns a path as text; None: it is known only when a dataset is read."""
+    """Returns a path as text; None if it is a tensor whose value is known only when the dataset is read."""
     known = tf.get_static_value(path) if tf.is_tensor(path) else path
     return None if known is None else os.fsdecode(known.item() if hasattr(known, "item") else known)
 
@@ -193,7 +211,7 @@ def _name_remote(path: str, context: Context) -> str:
 
 def _tell(what: str, path: str, own: str, context: Context) -> None:
     if own != path and context.rank == 0:
-        log.info(f"each rank {what} a dataset in files of its own, for {path}")
+        log.info(f"each rank {what} a dataset in files of its own, in place of {path}")
 
 
 def _link_tree(source: str, target: str) -> None:
@@ -207,7 +225,7 @@ def _link_tree(source: str, target: str) -> None:
 
 
 def _move_cache(own: str, path: str) -> None:
-    """Moves a complete cache; its index last, by which it is known to be complete."""
+    """Moves a complete cache to ``path``; its index last, since that marks it as complete."""
     folder, begin = os.path.split(own)
     with suppress(OSError):  # there is no folder for it any more
         for name in sorted(os.listdir(folder), key=lambda n: n.endswith(_INDEX)):

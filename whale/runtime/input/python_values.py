@@ -1,8 +1,10 @@
-"""Keeps the values of Python that a trace reads and may change: numbers, texts, flags of objects that a step reaches.
+"""Keeps the Python values that a trace reads and may change: numbers, strings and flags of objects that a step can
+reach.
 
-TensorFlow runs a step's Python once for a trace, with what attributes, cells and globals hold then, and what it does to
-them it does once: a count of calls, a flag that the first call sets, a rate that a script has changed since. Whale runs
-it once for each set of sizes, so the later runs have to find what the first one found, and to leave nothing behind.
+TensorFlow runs a step's Python code once for a trace. The code sees the values of attributes, closures and globals at
+that time, and changes them once: a counter of calls, a flag that the first call sets, a rate that the script changes
+later. Whale runs the code once for each set of sizes. So the later runs must see what the first one saw, and their
+changes must be undone.
 
 Decision: 0196.
 """
@@ -22,8 +24,8 @@ from tensorflow.python.eager.polymorphic_function import polymorphic_function
 
 _SIMPLE = (bool, int, float, complex, str, bytes, type(None))
 _ABSENT = object()
-_MOST_OBJECTS = 50_000  # that are looked at
-_LONGEST = 1_000  # list or dictionary that is looked into: what is longer holds data
+_MOST_OBJECTS = 50_000  # objects that are visited
+_LONGEST = 1_000  # length of lists and dictionaries that are searched: longer ones hold data
 # Packages whose objects hold no state of a script; those of Keras do (rates of layers, what is trainable).
 _FOREIGN = frozenset(
     "absl builtins collections contextlib functools google h5py importlib jax logging ml_collections numpy optree"
@@ -35,12 +37,13 @@ _GRAPHS_OF_KERAS = frozenset("KerasTensor Node SymbolicArguments Tracker KerasHi
 
 @dataclass(slots=True)
 class _Names:
-    """A snapshot of the simple values in a dictionary: an object's attributes, a module's globals, a dict of numbers.
+    """Holds a snapshot of the simple values in a dictionary: an object's attributes, a module's globals, or a dict of
+    numbers.
 
     Attributes:
       held: returns the live dictionary; None once its object is gone.
-      known: the values at the time of the snapshot, by name.
-      complete: all names at that time, so that later ones are removed again; None: later ones stay.
+      known: name -> value at the time of the snapshot.
+      complete: all names at that time, so that names added later are removed again; None: they stay.
     """
 
     held: Callable[[], dict[Any, Any] | None]
@@ -66,7 +69,12 @@ class _Names:
 
 @dataclass(slots=True)
 class _Elements:
-    """The elements of a list of simple values."""
+    """Holds a snapshot of a list of simple values.
+
+    Attributes:
+      held: the live list.
+      known: its elements at the time of the snapshot.
+    """
 
     held: list[Any]
     known: list[Any]
@@ -81,7 +89,12 @@ class _Elements:
 
 @dataclass(slots=True)
 class _Cell:
-    """A name of a function around another one."""
+    """Holds a snapshot of a closure variable.
+
+    Attributes:
+      held: the live cell.
+      known: its value at the time of the snapshot.
+    """
 
     held: Any
     known: Any
@@ -96,7 +109,13 @@ class _Cell:
 
 @dataclass(slots=True)
 class _OfClass:
-    """An attribute of a class."""
+    """Holds a snapshot of a class attribute.
+
+    Attributes:
+      held: the class.
+      name: of the attribute.
+      known: its value at the time of the snapshot.
+    """
 
     held: type
     name: str
@@ -111,10 +130,10 @@ class _OfClass:
 
 
 class PythonValues:
-    """The simple values of Python that a function can reach, as they are now.
+    """Holds a snapshot of the simple Python values that a function can reach, taken when it is created.
 
     Args:
-      function: a step's Python function, a method, a partial of one, a tf.function.
+      function: a step's Python function, a method, a partial of one, or a tf.function.
     """
 
     def __init__(self, function: Any) -> None:
@@ -130,7 +149,9 @@ class PythonValues:
 
     @contextmanager
     def put_back(self) -> Iterator[None]:
-        """Inside, Python finds these values; behind it, those that were there, whatever was done to them inside."""
+        """Restores the snapshot's values inside this context, and afterwards the values from before it, whatever was
+        changed inside.
+        """
         undo = [written for one in self._found if (written := one.write()) is not None]
         try:
             yield
@@ -141,7 +162,7 @@ class PythonValues:
                 back()
 
     def _open(self, one: Any) -> Iterable[Any]:
-        """Notes the simple values of an object, and returns others that it holds."""
+        """Adds the simple values of an object to the snapshot, and returns the other objects that it refers to."""
         if isinstance(one, types.FunctionType):
             return self._open_function(one)
         if isinstance(one, types.MethodType):
@@ -168,7 +189,7 @@ class PythonValues:
         return self._open_instance(one)
 
     def _open_function(self, one: types.FunctionType) -> list[Any]:
-        own = not _is_foreign(one)  # what is wrapped around a step's function has that in a cell
+        own = not _is_foreign(one)  # a foreign wrapper has no state of the script, but a cell with the step's function
         parts = [one.__defaults__ or (), one.__kwdefaults__ or {}]
         for cell in one.__closure__ or ():
             try:
@@ -199,13 +220,13 @@ class PythonValues:
         return parts
 
     def _open_instance(self, one: Any) -> list[Any]:
-        kind = one.__class__  # of what a weak proxy stands for, too
+        kind = one.__class__  # unlike `type`, the referent's class for a weak proxy
         if _is_foreign(kind) or kind.__name__ in _GRAPHS_OF_KERAS:
             return []
         try:
             held = one.__dict__
-            owner = weakref.ref(one.__init__.__self__)  # a step that knows its object would keep it
-        except Exception:  # of an object's own way to look up names, too
+            owner = weakref.ref(one.__init__.__self__)  # weak, so that a method's step does not keep its object alive
+        except Exception:  # an object's own `__getattr__` may raise anything
             return []
         own = not _is_of_keras(kind)
         known = {name: value for name, value in held.items() if isinstance(value, _SIMPLE)}
@@ -220,7 +241,7 @@ def _find_names(owner: weakref.ref[Any]) -> dict[Any, Any] | None:
 
 
 def _list_names(code: types.CodeType) -> Iterator[str]:
-    """Yields the names of globals that a function and the functions in it may read."""
+    """Yields the names of globals that a function, and functions defined in it, may read."""
     yield from code.co_names
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
@@ -236,7 +257,9 @@ def _is_of_keras(kind: type) -> bool:
 
 
 def _may_change(value: Any) -> bool:
-    """Tells whether a value may give way to another one: it is simple, or a tensor of another trace."""
+    """Returns True if a value may be overwritten when the snapshot is restored: it is simple, or a symbolic tensor of
+    another trace.
+    """
     if isinstance(value, _SIMPLE):
         return True
     return isinstance(value, tf.Tensor) and not isinstance(value, tf.__internal__.EagerTensor)

@@ -1,8 +1,8 @@
-"""The orders of a dataset's shuffles: where their seed generators are, from which all that is made of them draws.
+"""Finds and sets the orders of a dataset's shuffles, through their seed generators.
 
-A shuffle that reshuffles has one generator, which belongs to the dataset that the script made. Each iteration of it,
-and of what was made of it, takes the generator's next seeds. What Whale builds in a shuffle's place draws from the same
-one.
+A shuffle that reshuffles has one seed generator, which belongs to the dataset that the script created. Each iteration
+of it, and of datasets made from it, takes the generator's next two seeds. The shuffles that Whale builds in place of
+the script's draw from the same generator, so that they have the same orders.
 
 Decision: 0136.
 """
@@ -23,57 +23,61 @@ from whale.errors import ProgramError
 
 Seeds = Callable[[], tuple[int, int]]
 
-# The generator is found in the dataset's graph, which holds its arrays.
+# The generator is found in the dataset's graph, which has copies of its arrays; above this size it is not searched.
 _LARGEST_BYTES = 256 << 20
 _SEEDS_OF_AN_ORDER = 2
 _GENERATOR = "_whale_generator"
 _COMMON = "_whale_common"
-_IGNORED = 1  # state outside of the dataset, in its graph
+_IGNORED = 1  # ExternalStatePolicy of the graph: state outside of the dataset is ignored
 _AHEAD = ("_PrefetchDataset", "_ParallelMapDataset", "_ParallelBatchDataset", "_ParallelInterleaveDataset")
 
 
 def upstream(dataset: Any) -> Iterator[Any]:
-    """The dataset and all that it is made from."""
+    """Yields the dataset and all datasets that it is made from; a dataset that is used twice comes twice."""
     yield dataset
     for source in dataset._inputs():
         yield from upstream(source)
 
 
 def is_reshuffled(dataset: Any) -> bool:
-    """Whether a dataset is a shuffle with another order in each iteration."""
+    """Returns True if the dataset is a shuffle that has another order in each iteration."""
     return type(dataset).__name__ == "_ShuffleDataset" and dataset._reshuffle_each_iteration in (None, True)
 
 
 def reshuffles(dataset: Any) -> bool:
-    """Whether a shuffle has another order in each iteration."""
+    """Returns True if the dataset contains a shuffle that has another order in each iteration."""
     return any(map(is_reshuffled, upstream(dataset)))
 
 
 def repeats(dataset: Any) -> bool:
-    """Whether a shuffle begins its next order while an iteration goes on."""
+    """Returns True if a shuffle in the dataset begins its next order during an iteration, because of a repeat or
+    concatenate behind it.
+    """
     return _begins_again(dataset) or any(map(repeats, dataset._inputs()))
 
 
 def _begins_again(dataset: Any) -> bool:
-    """Tells whether this transformation makes a shuffle begin another order while an iteration goes on."""
+    """Returns True if this last transformation makes a shuffle begin another order during an iteration."""
     if type(dataset).__name__ == "_ConcatenateDataset":
         return reshuffles(dataset._dataset_to_concatenate)
     return type(dataset).__name__ == "_RepeatDataset" and reshuffles(dataset)
 
 
 def keeps_orders(dataset: Any) -> list[Any]:
-    """The caches in memory that hold samples as a reshuffling shuffle gave them once; the innermost first.
+    """Returns the in-memory caches that hold samples in one order of a reshuffling shuffle; the innermost first.
 
-    Such a cache is full when an iteration has come to its end. All that follow, whoever makes them, read from it.
+    Such a cache is full after an iteration has come to its end. All following iterations, of whichever dataset, read
+    from it.
     """
     found = {id(d): d for d in upstream(dataset) if type(d).__name__ == "CacheDataset" and reshuffles(d)}
     return [cache for cache in reversed(found.values()) if not tf.get_static_value(cache._filename)]
 
 
 def restarts(dataset: Any) -> bool:
-    """Whether a shuffle begins its next order while an iteration goes on, at a batch that the script can tell.
+    """Returns True if a shuffle begins its next order during an iteration, at a batch that the script can determine.
 
-    Where the script reads ahead behind the repetition, nobody can. TensorFlow does so behind each map without a state.
+    If something behind the repetition reads ahead, it cannot be determined. TensorFlow reads ahead behind each
+    stateless map.
     """
     kind = type(dataset).__name__
     if kind in _AHEAD or (kind == "_MapDataset" and not _has_state(dataset)):
@@ -86,7 +90,7 @@ def _has_state(mapped: Any) -> bool:
 
 
 def generator_of(shuffle: Any) -> tf.Tensor | None:
-    """The handle of a shuffle's seed generator; None where it is not to be had, or only with a copy of large arrays."""
+    """Returns the handle of a shuffle's seed generator; None if it cannot be found, or only by copying large arrays."""
     if not hasattr(shuffle, _GENERATOR):
         setattr(shuffle, _GENERATOR, _find_generator(shuffle))
     found: tf.Tensor | None = getattr(shuffle, _GENERATOR)
@@ -94,10 +98,14 @@ def generator_of(shuffle: Any) -> tf.Tensor | None:
 
 
 def common_order(shuffle: Any, seeds: Seeds) -> tuple[tuple[int, int], tf.Tensor | None]:
-    """Seeds, and a generator, in place of those of a shuffle that has none; the same for all that is made of it.
+    """Returns seeds and a generator to use in place of those of a shuffle without a seed; the same each time for one
+    shuffle.
 
     Args:
       seeds: draws seeds that are equal on all ranks.
+
+    Returns:
+      the two seeds; and the generator's handle, None if the shuffle does not reshuffle.
     """
     if not hasattr(shuffle, _COMMON):
         drawn = seeds()
@@ -112,12 +120,13 @@ def common_order(shuffle: Any, seeds: Seeds) -> tuple[tuple[int, int], tf.Tensor
 def shuffle_as(
     base: tf.data.Dataset, shuffle: Any, seeds: tuple[Any, Any], generator: tf.Tensor | None
 ) -> tf.data.Dataset:
-    """``base`` shuffle_as as by ``shuffle``.
+    """Returns ``base`` shuffled with the buffer size and the kind of ``shuffle``.
 
-    Not base.shuffle: a seed that came from TensorFlow's global one has to stay what it was.
+    It does not call ``base.shuffle``, which would combine the seeds with TensorFlow's global seed again.
 
     Args:
-      generator: from which it draws; None: one of its own, with these seeds.
+      seeds: the two seeds.
+      generator: handle of the generator to draw from; None: one of its own, with these seeds.
     """
     variant = tf.raw_ops.ShuffleDatasetV3(
         input_dataset=tf.data.experimental.to_variant(base),
@@ -133,7 +142,7 @@ def shuffle_as(
 
 
 class Orders:
-    """How many seeds the shuffles of a dataset have drawn."""
+    """Reads and sets how many seeds the shuffles of a dataset have drawn, which decides their next orders."""
 
     def __init__(self, dataset: tf.data.Dataset) -> None:
         self._shuffles = _list_reshuffled(dataset)
@@ -147,26 +156,32 @@ class Orders:
         return None if any(one is None for one in found) else found
 
     def now(self) -> tuple[int, ...] | None:
-        """How many seeds each shuffle has drawn; None: that is not known."""
+        """Returns how many seeds each shuffle has drawn; None if that is unknown, because a generator cannot
+        be found.
+        """
         if self._generators is None:
             return None
         return tuple([int(whale_ops.load_ops().whale_shuffle_order(one)) for one in self._generators])
 
     def go_to(self, drawn: Sequence[int]) -> None:
-        """The shuffles go on behind so many seeds."""
+        """Sets how many seeds each shuffle has drawn; it continues with the next one."""
         for generator, count in zip(self._generators or (), drawn, strict=True):
             whale_ops.load_ops().whale_set_shuffle_order(generator, tf.constant(count, tf.int64))
 
     def begin_at(
         self, drawn: Sequence[int], later: Sequence[int] | None, begin: Callable[[], Iterator[Any]]
     ) -> Iterator[Any]:
-        """What ``begin`` begins, in the order behind so many seeds; what begins next has the order that it would have.
+        """Begins an iteration with the order that it had when the shuffles had drawn ``drawn`` seeds; iterations begun
+        later keep the orders that they would have had.
 
         Args:
-          later: seeds that had been drawn in another process, which was here; None: it is this one that goes back.
+          drawn: number of seeds of each shuffle when the iteration first began.
+          later: number of seeds that were drawn in another process, which this one replaces; None: this process itself
+            goes back.
+          begin: begins the iteration.
 
         Raises:
-          ProgramError: a cache holds samples in another order than then.
+          ProgramError: a cache was filled in another order since.
         """
         before = self.now()
         if not drawn or before is None:
@@ -188,20 +203,21 @@ class Orders:
         return elements
 
     def join(self, drawn: Sequence[int], has_ended: bool) -> None:
-        """The shuffles go on as those of another process, which have drawn so many seeds.
+        """Makes the shuffles continue like those of another process; called in a process that joins.
 
         Args:
+          drawn: number of seeds that each shuffle has drawn there.
           has_ended: whether an iteration has come to its end there, so that caches are full.
 
         Raises:
-          ProgramError: nobody can say whether they are.
+          ProgramError: it is unknown whether caches are full there.
         """
         if self._caches and self._takes:
             raise ProgramError(
-                "a process that joins cannot tell what the others' caches hold",
+                "a process that joins cannot find out what the other ranks' caches hold",
                 given="take behind a cache of shuffled samples",
-                expected="a cache that is read to its end by each iteration, or none",
-                action="put take in front of the cache, or cache in front of shuffle",
+                expected="a cache that each iteration reads to its end, or no cache",
+                action="put take in front of cache, or cache in front of shuffle",
             )
         before = self.now()
         if has_ended and before is not None:
@@ -210,10 +226,16 @@ class Orders:
         self.go_to(drawn)
 
     def _is_refilled(self, cache: Any, drawn: Sequence[int], behind: Sequence[int], before: Sequence[int]) -> bool:
-        """Whether a cache was full when an iteration began behind ``drawn`` seeds: it drew none; it is full then here.
+        """Returns True if a cache was already full when an iteration began, which then drew no seeds; fills it here in
+        the same order.
 
         Args:
-          behind: seeds that had been drawn when the iteration was where it is now; before: that have been drawn here.
+          drawn: seeds that had been drawn when the iteration began.
+          behind: seeds that had been drawn when the iteration was at its saved position.
+          before: seeds that have been drawn in this process.
+
+        Raises:
+          ProgramError: the cache is already full here, in another order.
         """
         own = self._places(cache)
         if any(drawn[i] != behind[i] or not drawn[i] for i in own):
@@ -235,13 +257,15 @@ class Orders:
         return True
 
     def _places(self, cache: Any) -> list[int]:
-        """Which of the shuffles a cache, and no other one in front of it, keeps the orders of."""
+        """Returns the indices of the shuffles whose order this cache holds, and no cache in front of it."""
         inner = {id(one) for other in keeps_orders(cache) if other is not cache for one in _list_reshuffled(other)}
         below = {id(one) for one in _list_reshuffled(cache)} - inner
         return [i for i, one in enumerate(self._shuffles) if id(one) in below]
 
     def _count_seeds_behind(self, cache: Any, behind: Sequence[int]) -> list[int]:
-        """How many seeds had been drawn when the iteration began that filled a cache: the last one that drew any."""
+        """Returns how many seeds had been drawn when the iteration began that filled a cache, which is the last one
+        that drew any.
+        """
         own = self._places(cache)
         if not repeats(cache):
             return [behind[i] - _SEEDS_OF_AN_ORDER for i in own]
@@ -260,9 +284,9 @@ def _list_reshuffled(dataset: Any) -> list[Any]:
 def _other_order() -> ProgramError:
     return ProgramError(
         "an iterator cannot go back to an earlier order of its shuffle",
-        given="a cache that was filled in another order since",
-        expected="a cache that holds what it held then, or nothing yet",
-        action="make the dataset and wh.shard of it again before restoring",
+        given="a cache that has been filled in another order since",
+        expected="a cache that holds the samples in that order, or is empty",
+        action="create the dataset, and wh.shard(dataset), anew before restoring",
     )
 
 
@@ -274,7 +298,9 @@ def _find_generator(shuffle: Any) -> tf.Tensor | None:
 
 
 def _read(shuffle: Any) -> tf.Tensor | None:
-    """The handle of the generator, which is a constant in the dataset's graph."""
+    """Returns the handle of a shuffle's generator, which is a constant in the dataset's graph; None if the graph cannot
+    be read.
+    """
     nodes = read_graph(shuffle)
     if not nodes or nodes[0].op != "ShuffleDatasetV3":
         return None
@@ -283,9 +309,10 @@ def _read(shuffle: Any) -> tf.Tensor | None:
 
 
 def read_graph(dataset: Any) -> list[Any]:
-    """The nodes (NodeDef) of a dataset's graph, first the one that makes it; none where it has what no graph can hold.
+    """Returns the NodeDefs of a dataset's graph, the node that makes the dataset first; [] if the dataset holds what no
+    graph can.
 
-    Arrays that it gives samples of are copied.
+    Arrays that the dataset slices are copied into the graph.
     """
     try:
         variant = tf.data.experimental.to_variant(dataset)

@@ -1,4 +1,6 @@
-"""Keeps where a training loop is, so that another process can take it up there: ``wh.State``."""
+"""Implements ``wh.State``, which keeps how far a training loop has come, so that a process that joins can continue it
+there.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,8 @@ from whale.runtime.input.dataset_position import Place, ShardedIterator
 
 
 class State:
-    """The state that a training loop needs to go on where it is: its epoch, what it has counted, its place in the data.
+    """Holds what a training loop needs to continue where it is: its epoch, what it has counted, its position in the
+    data.
 
         state = wh.State(epoch=0, losses=[])
         for epoch in range(state.epoch, 10):
@@ -23,16 +26,17 @@ class State:
             for x, y in state.rest(batches):  # of wh.shard
                 state.losses.append(float(step(x, y)))
 
-    The keywords become attributes. In a process that joins an elastic run (``whale run --hosts-from``), making it waits
-    until the others take the process in, and the attributes are theirs; ``rest`` then begins with the batch that is
-    their next one. Whale's variables need no mention: a step brings them. Elsewhere it keeps what it is given.
+    The keywords become attributes. In a process that joins an elastic run (``whale run --hosts-from``), creating the
+    state waits until the other ranks admit the process, and the attributes get their values; ``rest`` then begins with
+    the batch that is their next one. Variables need not be in it: a step sends them. In other runs it just holds what
+    it is given.
 
     Args:
-      values: numbers, strings, arrays, and lists, tuples and dicts of such.
+      values: numbers, strings, arrays, and lists, tuples and dicts of these.
 
     Raises:
       ClusterError: called before ``wh.init``; or the ranks that a process joins are in Keras' ``fit``.
-      CommError: a process that joins is not taken in, since another rank is gone.
+      CommError: a process that joins is not admitted, since another rank is gone.
     """
 
     if TYPE_CHECKING:
@@ -64,21 +68,23 @@ class State:
             self._go_to_seeds(now - before_commit)
 
     def rest(self, dataset: ShardedDataset, epochs: int | None = None) -> Iterator[Any]:
-        """Yields the batches of an epoch, or those that are left of it where another process has begun; commits before
-        each.
+        """Yields the batches of an epoch, or in a process that has joined those that are left of it; commits the state
+        before each.
 
         Args:
-          epochs: how many are left, with this one. Where it is known, joining ranks are taken in if that pays.
+          dataset: of ``wh.shard``.
+          epochs: number of epochs that are left, with this one; None: unknown. If known, joining processes are admitted
+            only if that pays.
 
         Raises:
-          ProgramError: it is no dataset of ``wh.shard``.
+          ProgramError: ``dataset`` is not a dataset of ``wh.shard``.
         """
         if not isinstance(dataset, ShardedDataset):
             raise ProgramError(
-                "nobody knows where a loop is in this dataset",
-                given=type(dataset).__name__,
+                "state.rest cannot continue in the middle of this dataset",
+                given=f"an object of type {type(dataset).__name__}",
                 expected="a dataset of wh.shard, whose batches are counted",
-                action="state.rest(wh.shard(dataset))",
+                action="write state.rest(wh.shard(dataset))",
             )
         build = dataset.build if self._elastic is not None and self._elastic.is_keeping_commits else {}
         if self._build and self._elastic is not None and self._elastic.is_catching_up:
@@ -101,10 +107,11 @@ class State:
             self._iterator = None
 
     def commit(self, steps_left: int | None = None) -> None:
-        """Commits the state: another process could take the loop up here, before whatever the ranks do together next.
+        """Commits the state: another process can continue the loop from here, before the next call that all ranks make
+        together.
 
         Args:
-          steps_left: how many the loop has still to take, if that is known.
+          steps_left: number of steps that the loop still takes; None: unknown.
         """
         if self._asked_by_others is not None:  # lines behind an epoch's steps have asked there, and not here
             self._go_to_seeds(self._asked_by_others)
@@ -127,12 +134,17 @@ class State:
 
 
 def _refuse_other_dataset(mine: Mapping[str, int], others: Mapping[str, int]) -> None:
-    """Raises a ProgramError if the dataset with which a process goes on is not that of the ranks that it joins."""
+    """Raises ProgramError if the dataset of a process that joins is not that of the other ranks.
+
+    Args:
+      mine: ``ShardedDataset.build`` of this process.
+      others: the same of the other ranks.
+    """
     different = [name for name in dict.fromkeys([*others, *mine]) if mine.get(name) != others.get(name)]
     if different:
         raise ProgramError(
-            "a rank that joins reads another dataset than the others, in the epoch that they are in",
-            given=f"different there and here: {', '.join(different[:3])}",
+            "a process that joins reads another dataset than the other ranks, in their present epoch",
+            given=f"different on the other ranks: {', '.join(different[:3])}",
             expected="the dataset that the others read, made by the same lines of the script",
             action="make the dataset before wh.State or alike in every epoch; give its shuffle a seed",
         )

@@ -1,13 +1,12 @@
-"""Tells which calls of a step one process serves with one trace, and for which sizes a step is compiled.
+"""Tells which calls of a step one process would serve with one trace, and for which sizes a step is compiled.
 
-Whale plans a step for each set of shapes. TensorFlow has a trace for each one only where it knows the shapes; where it
-does not, one trace serves many, and each of its random operations has one stream, which goes on from one call to the
-other.
+Whale plans a step for each set of shapes. TensorFlow traces anew for other shapes only if it knows the shapes; if not,
+one trace serves many, and each of its random operations has one stream that goes on from call to call.
 
-A plan is made for given sizes. Programs whose batches have many (graphs, sentences, the samples of a generator) would
-compile more than they train. So the first few sizes have plans of their own, and the others share a program that does
-not know its sizes, as one process has: every rank computes the whole batch, and nothing is compiled for a size that may
-not come again. One that keeps coming gets a plan.
+A plan is made for given sizes. Programs whose batches have many sizes (graphs, sentences, samples of a generator) would
+spend more time compiling than training. So the first few sizes have plans of their own. The others share a program that
+does not know its sizes, as in one process: every rank computes the whole batch, and nothing is compiled for a size that
+may not come again. A size that keeps coming gets a plan.
 
 Decisions: 0137, 0166.
 """
@@ -36,25 +35,30 @@ from whale.runtime.context import Context, make_unique_name
 from whale.runtime.input.python_values import PythonValues
 
 _DIGITS = 8
-_FIRST = 200  # of variable creators: asked before a script's own
+_FIRST = 200  # priority of a variable creator that is called before the script's own
 _SEEDS_OF_GRAPHS = random_seed._graph_to_seed_dict
 
-# What the trace that goes on has drawn, and what is left of it where it is traced again.
+# Of the present trace: the list of values drawn so far, and when it is traced again, an iterator over those to reuse.
 _drawing: ContextVar[tuple[list[Any], Iterator[Any] | None] | None] = ContextVar("_drawing", default=None)
 
-# Streams of the trace without sizes that goes on; "": it has sizes.
+# Prefix of the streams of the present trace if it knows no sizes; "": it knows its sizes.
 _without_sizes: ContextVar[str] = ContextVar("_without_sizes", default="")
 OWN_PLANS = 2  # sizes that are compiled for when they first come: usual batches, and the last one of an epoch
 OWN_AFTER = 8  # times that another size comes before it has a plan of its own
 
 
 def new_streams() -> str:
-    """Makes the text with which the names of a trace's streams begin; those of other traces are as long."""
+    """Returns a unique prefix for the names of a trace's random streams; all prefixes have the same length."""
     return make_unique_name("whale_streams", _DIGITS)
 
 
 class Relaxed:
-    """Tells which trace a tf.function with ``reduce_retracing`` would take, by asking one that computes nothing."""
+    """Finds the trace that a tf.function with ``reduce_retracing`` would use, by asking a tf.function that computes
+    nothing.
+
+    Attributes:
+      without_sizes: traces that do not know all sizes of their arguments.
+    """
 
     def __init__(self) -> None:
         self._made: dict[Hashable, Any] = {}
@@ -62,14 +66,19 @@ class Relaxed:
         self.without_sizes: set[Hashable] = set()  # traces that do not know all of them
 
     def trace(self, kind: Hashable, specs: Sequence[Any]) -> Hashable:
-        """Returns the trace for tensors, arrays or iterators of these types; ``kind``: all else that a trace is for."""
+        """Returns a key of the trace that TensorFlow would use for arguments of these types.
+
+        Args:
+          kind: all that distinguishes traces besides shapes.
+          specs: tensors, arrays or type specs.
+        """
         types = [s if isinstance(s, tf.TypeSpec) else tf.TensorSpec(s.shape, s.dtype) for s in specs]
         key = kind, repr(types)
         if key not in self._known:
             made = self._made.get(kind)
             if made is None:
                 made = self._made[kind] = tf.function(lambda *tensors: None, reduce_retracing=True, autograph=False)
-            # A trace lives as long as the function, so that no other one has its number.
+            # The function keeps its traces alive, so that no other graph gets the same `id`.
             graph = made.get_concrete_function(*types).graph
             self._known[key] = kind, id(graph)
             if not all(one.shape.is_fully_defined() for one in graph.inputs if one.dtype != tf.resource):
@@ -87,16 +96,16 @@ def _write_python_states(states: tuple[Any, ...]) -> None:
 
 
 class SharedTrace:
-    """Keeps what the programs have in common that Whale traces where one process has one trace: they draw from the same
-    streams of random numbers, and find the same values of Python.
+    """Holds what the programs share that Whale traces separately but for which one process has one trace: random
+    streams, and Python values.
 
     Args:
       step: what is traced.
-      has_sizes: whether one process has a trace of its own for these sizes.
+      has_sizes: whether the one process's trace knows its sizes.
 
     Attributes:
-      streams: what the names of these streams begin with.
-      sizes: with which it was called.
+      streams: prefix of the names of the random streams.
+      sizes: the sizes with which the trace was called.
     """
 
     def __init__(self, step: Callable[..., Any], has_sizes: bool = True) -> None:
@@ -110,18 +119,18 @@ class SharedTrace:
         self._is_known = False
 
     def note_traced(self) -> None:
-        """Notes that the first program has been traced: later traces get the random values that it drew
+        """Records that the first program has been traced: later ones get the random values that it has drawn
         (``once_in_a_trace``).
         """
         self._is_known = True
 
     @contextmanager
     def trace_with_seed(self) -> Iterator[None]:
-        """Restores, around a trace and each run of the step's Python, what was there for the first program: the global
-        seed, what Python and NumPy draw, and values of Python that the step can reach.
+        """Restores, around a trace, what the first program's trace found: the global seed, the random states of Python
+        and NumPy, and Python values that the step can reach.
 
-        Afterwards all of these are as they were before a later trace. Functions that a trace without sizes calls are
-        traced for it; their traces with some sizes are not found.
+        After a later trace, all of these are again as before it. Functions called in a trace without sizes are traced
+        for it alone, since traces that know sizes must not be reused.
         """
         _keep_nested_apart()
         tf_ctx = tf_context.context()
@@ -156,7 +165,7 @@ class SharedTrace:
 
 @functools.cache
 def _keep_nested_apart() -> None:
-    """Makes TensorFlow look for traces of functions that a step without sizes calls among this step's only."""
+    """Makes TensorFlow look up functions that are called in a step without sizes among this step's own traces only."""
     original = function_context.make_function_context
 
     @functools.wraps(original)
@@ -169,7 +178,9 @@ def _keep_nested_apart() -> None:
 
 
 def once_in_a_trace(draw: Callable[[], Any]) -> Any:
-    """Returns what ``draw`` gives, of which Python keeps count; of a program traced again, what the first one got."""
+    """Returns ``draw()``; when a program is traced again for other sizes, returns the values that the first trace got
+    instead.
+    """
     tracing = _drawing.get()
     if tracing is None:
         return draw()
@@ -182,7 +193,9 @@ def once_in_a_trace(draw: Callable[[], Any]) -> Any:
 
 @contextmanager
 def number_operations_anew() -> Iterator[None]:
-    """Gives random operations without a seed, inside, the seeds of a graph's first ones: TensorFlow numbers them."""
+    """Makes random operations without a seed, inside this context, get the seeds of a new graph's first operations,
+    since TensorFlow derives these from their number.
+    """
     graph = tf.compat.v1.get_default_graph()
     before = _SEEDS_OF_GRAPHS.get(graph, 0)
     _SEEDS_OF_GRAPHS[graph] = 0
@@ -193,12 +206,12 @@ def number_operations_anew() -> Iterator[None]:
 
 
 class Traces:
-    """The traces of one step, by their calls' arguments.
+    """Holds the traces that one process would have of a step.
 
     Args:
       step: what the step is made of; perhaps a tf.function.
       one: whether one trace serves all shapes, as the caller knows.
-      has_sizes: whether that one knows them.
+      has_sizes: whether that trace knows its sizes.
     """
 
     def __init__(self, step: Callable[..., Any], one: bool, has_sizes: bool = True) -> None:
@@ -208,7 +221,7 @@ class Traces:
         self._step, self._one_has_sizes = step, has_sizes
 
     def find(self, arguments: Arguments) -> SharedTrace:
-        """Returns the trace that one process would take for a call."""
+        """Returns the trace that one process would use for a call with these arguments; creates it if there is none."""
         trace = self._key(arguments)
         if trace not in self._known:
             self._known[trace] = SharedTrace(self._step, self._has_sizes(trace))
@@ -222,7 +235,9 @@ class Traces:
         return self._one_has_sizes and (self._relaxed is None or trace not in self._relaxed.without_sizes)
 
     def forget(self, arguments: Arguments) -> None:
-        """Lets the next call of this kind be one that one process traces again: its random streams begin anew."""
+        """Forgets the trace for these arguments, because one process traces the next such call again; its random
+        streams begin anew.
+        """
         self._known.pop(self._key(arguments), None)
 
     def _key(self, arguments: Arguments) -> Hashable:
@@ -236,7 +251,9 @@ class Traces:
         return trace
 
     def _kind(self, entry: Any) -> Hashable:
-        """Returns a part of the arguments' key without what no trace depends on: how ranks hold rows, and how many."""
+        """Returns a part of the arguments' key without what traces do not depend on: how rows are divided among ranks
+        and, if one trace serves all shapes, the shape.
+        """
         if isinstance(entry, tuple) and entry and isinstance(entry[0], tf.TypeSpec):
             parts = tf.nest.flatten(entry[0], expand_composites=True)  # a sparse tensor's type has its shape
             return (type(entry[0]), *[part.dtype for part in parts]) if self._any_shape else entry[0]
@@ -251,10 +268,10 @@ def _is_tensor(entry: Any) -> bool:
 
 
 def may_share_sizes(context: Context) -> bool:
-    """Tells whether steps of this run may be computed whole by every rank, where sizes have no plan of their own.
+    """Returns True if steps of this run may be computed whole by every rank, for sizes that have no plan of their own.
 
-    Not so where a rank has rows of its own, where a plan is given or searched for, and where a step may be taken again
-    by fewer ranks.
+    False where a rank has rows of its own, where a plan is given or searched, and where fewer ranks may have to repeat
+    a step.
     """
     planning = context.planning
     others = (planning.dry, planning.saved, planning.described, planning.own_programs, context.elastic)
@@ -270,12 +287,12 @@ def may_share_sizes(context: Context) -> bool:
 
 
 def are_processors(has_device: bool, context: Context) -> bool:
-    """Tells whether all ranks compute on processors; collective between processes.
+    """Returns True if all ranks compute on CPUs; collective between processes.
 
-    Kernels of GPUs may add up in another order on each rank, so that what every rank computes whole would drift apart.
+    Kernels of GPUs may add in another order on each rank, so that what every rank computes whole would drift apart.
 
     Args:
-      has_device: whether this rank computes on a GPU.
+      has_device: whether this rank computes on an accelerator.
 
     Raises:
       CommError: a rank does not take part.
@@ -288,13 +305,14 @@ def are_processors(has_device: bool, context: Context) -> bool:
 
 
 class SizesOfTrace:
-    """The sizes with which the steps of one trace were called, and the step that serves those without their own.
+    """Counts the sizes with which one trace was called, and holds the step that serves sizes without a step of their
+    own.
 
-    What it answers depends on the calls alone, so it is equal on all ranks.
+    Its answers depend only on the calls, so they are equal on all ranks.
 
     Attributes:
       shapes: of the arguments' tensors, with None for sizes that have differed so far.
-      step: serves all of these shapes; None: there is none yet.
+      step: serves all of these shapes; None: it is not compiled yet.
     """
 
     def __init__(self) -> None:
@@ -304,7 +322,7 @@ class SizesOfTrace:
         self._refused = False
 
     def wants_own(self, key: Hashable, shapes: Sequence[Dims | None]) -> bool:
-        """Notes a call with these sizes; tells whether a step is compiled for them.
+        """Records a call with these sizes; returns True if a step should be compiled for them.
 
         Args:
           key: of all that a step is compiled for.
@@ -317,10 +335,14 @@ class SizesOfTrace:
         return self._refused or len(self._calls) <= OWN_PLANS or self._calls[key] >= OWN_AFTER
 
     def refuse(self, name: str, why: Exception | str) -> None:
-        """Notes that no step may be computed without its sizes: each gets a step of its own.
+        """Records that this trace cannot be compiled without sizes, so that each size gets a step of its own.
+
+        Args:
+          name: of the step, for the log.
+          why: the reason.
 
         Raises:
-          CommError: that is why: the ranks have lost each other.
+          CommError: ``why`` itself, if the ranks have lost each other.
         """
         if isinstance(why, CommError):
             raise why

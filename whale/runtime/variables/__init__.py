@@ -1,1 +1,3 @@
-"""Tracks which rank holds which part of which variable, and initialises variables."""
+"""Tracks which rank holds which part of which variable (``variable_store``), initialises variables part by part, and
+compares replicas.
+"""

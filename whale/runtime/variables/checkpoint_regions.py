@@ -1,4 +1,4 @@
-"""Describes, reads and sets the rectangles of variables that ranks hold, for checkpoints."""
+"""Lists, reads and assigns the rectangles of sharded variables that ranks hold, for checkpoints."""
 
 from __future__ import annotations
 
@@ -21,12 +21,14 @@ _by_regions: contextvars.ContextVar[bool] = contextvars.ContextVar("whale_restor
 
 
 def format_spec(region: Region, shape: Sequence[int]) -> str:
-    """Formats a region of a variable of ``shape`` as ``slice_spec`` does."""
+    """Returns a region of a variable of ``shape`` in TensorFlow's notation, as ``slice_spec`` does."""
     return slice_spec(shape, region.begin, region.size)
 
 
 def slice_spec(shape: Sequence[int], begin: Sequence[int], size: Sequence[int]) -> str:
-    """Formats a rectangle of a tensor of ``shape`` as TensorFlow's ``shape_and_slices``: ``"4 6 0,4:3,3"``."""
+    """Returns a rectangle of a tensor of ``shape`` in TensorFlow's notation for ``shape_and_slices``: ``"4 6 0,4:3,3"``
+    for rows 0-3 and columns 3-5 of 4 x 6.
+    """
     return f"{' '.join(map(str, shape))} {':'.join(f'{b},{s}' for b, s in zip(begin, size))}"
 
 
@@ -37,28 +39,28 @@ def find_variable(trackable: Any) -> Any:
 
 
 def is_split(variable: Any) -> bool:
-    """Tells whether the ranks hold parts of the variable."""
+    """Returns True if the variable is sharded, so that each rank holds a part instead of the whole value."""
     return getattr(variable, "_whale_parts", None) is not None
 
 
 def list_variable_regions(variable: Any) -> list[Region]:
-    """Returns the rectangles into which a split variable is cut, without empty ones."""
+    """Returns the rectangles into which a sharded variable is cut, without empty ones."""
     return list_regions(variable._whale_parts.tiles, tuple(variable.shape.as_list()))
 
 
 def list_regions(tiles: Tiles, shape: Sequence[int]) -> list[Region]:
-    """Returns the rectangles into which a value is cut, without empty ones."""
+    """Returns the rectangles into which ``tiles`` cut a value of ``shape``, without empty ones."""
     return [region for place in range(tiles.count) for region in tiles.iterate_regions(shape, place)]
 
 
 def find_holders(variable: Any, region: Region, context: Ranks) -> tuple[int, ...]:
-    """Returns the ranks that have a region."""
+    """Returns the ranks that hold a region of a sharded variable."""
     found: tuple[int, ...] = variable._whale_parts.find_holders(region.place)
     return found
 
 
 def read_region_value(variable: Any, region: Region, context: Ranks, rank: int) -> tf.Tensor:
-    """Returns a snapshot of the region's values, from a rank of this process."""
+    """Returns a snapshot of a region's values, from the part of ``rank``, which is a rank of this process."""
     variable._whale_parts.settle()
     part = variable._whale_parts.read_value(rank)
     if tuple(part.shape) == region.size:
@@ -67,7 +69,7 @@ def read_region_value(variable: Any, region: Region, context: Ranks, rank: int) 
 
 
 def list_own_regions(variable: Any, context: Ranks) -> list[Region]:
-    """Returns the regions that ranks of this process have."""
+    """Returns the regions of a sharded variable that ranks of this process hold."""
     return [
         p
         for p in list_variable_regions(variable)
@@ -76,14 +78,14 @@ def list_own_regions(variable: Any, context: Ranks) -> list[Region]:
 
 
 def is_in_files(variable: Any) -> bool:
-    """Tells whether a variable is split and stored in files, so that it has to be read in pieces, one after the
-    other.
+    """Returns True if a variable is sharded and its parts are stored in files, so that it has to be restored in small
+    pieces.
     """
     return is_split(variable) and bool(variable._whale_parts.folder)
 
 
 def iterate_pieces(region: Region, dtype: tf.DType) -> Iterator[Region]:
-    """Cuts a region by rows into pieces that are small compared with memory."""
+    """Yields pieces of a region, cut by rows, of about 64 MiB each."""
     rows, *row = region.size
     each = max(1, _PIECE_BYTES // max(1, math.prod(row) * dtype.size))
     for first in range(0, rows, each):
@@ -92,7 +94,13 @@ def iterate_pieces(region: Region, dtype: tf.DType) -> Iterator[Region]:
 
 
 def assign_regions(variable: Any, values: Sequence[tuple[Region, tf.Tensor]], context: Ranks) -> None:
-    """Assigns all regions of ``list_own_regions``, or pieces of them; discards a whole value assigned before."""
+    """Assigns values to the regions that ranks of this process hold; a whole value assigned before is cut first, and so
+    overwritten.
+
+    Args:
+      values: (region, value) for all regions of ``list_own_regions``, or for pieces of regions if the parts are in
+        files.
+    """
     parts = variable._whale_parts
     parts.settle()
     for rank in context.ranks:
@@ -112,7 +120,9 @@ def assign_regions(variable: Any, values: Sequence[tuple[Region, tf.Tensor]], co
 
 @contextlib.contextmanager
 def restore_by_pieces() -> Iterator[None]:
-    """Makes TensorFlow's restoring skip split variables inside the context: their regions are read instead."""
+    """Makes TensorFlow's restore skip sharded variables inside this context, since their regions are read
+    separately.
+    """
     token = _by_regions.set(True)
     try:
         yield
@@ -121,5 +131,7 @@ def restore_by_pieces() -> Iterator[None]:
 
 
 def is_restoring_by_regions() -> bool:
-    """Tells whether ``restore_by_pieces`` is in effect: values are read region by region, not by TensorFlow."""
+    """Returns True inside ``restore_by_pieces``: sharded variables are then restored region by region, not by
+    TensorFlow.
+    """
     return _by_regions.get()

@@ -1,4 +1,4 @@
-"""Compares copies of variables between processes: by checksums, and where ranks round otherwise, by sketches.
+"""Compares copies of variables between processes: by checksums, and where ranks may round differently, by sketches.
 
 Decision: 0178.
 """
@@ -18,13 +18,15 @@ from whale.distributed.ranks import WRITE_TIMEOUT_S, Ranks
 from whale.errors import CommError
 from whale.replicas import Held, Said, Sketch, find_differing, in_words
 
-_MOST_BLOCKS, _LEAST_ELEMENTS = 64, 256  # of a sketch; elements of a block
-_PRODUCTS = 3  # with signs; a fault in all of a block goes unnoticed by each with a chance of some percent
+_MOST_BLOCKS, _LEAST_ELEMENTS = 64, 256  # blocks of a sketch, and elements of a block
+_PRODUCTS = 3  # sums with random signs for each block; each misses a fault in the whole block in a few percent of cases
 _ELEMENTS_AT_ONCE = 1 << 20
 
 
 def compute_checksum(value: tf.Tensor) -> int:
-    """Returns a checksum of a tensor's elements, which differs with high probability for tensors with other values."""
+    """Returns the CRC-32 of a tensor's elements; tensors with different values have different ones with high
+    probability.
+    """
     array = np.ascontiguousarray(value.numpy())
     if array.dtype.hasobject:
         return zlib.crc32(b"\0".join(map(bytes, array.reshape(-1).tolist())))
@@ -32,7 +34,9 @@ def compute_checksum(value: tf.Tensor) -> int:
 
 
 def make_sketch(array: np.ndarray) -> Sketch | None:
-    """Returns the sketch of an array of any shape; None for dtypes that do not round."""
+    """Returns the sketch of an array: a few sums of each block, by which arrays that differ by rounding are recognised;
+    None for dtypes that do not round.
+    """
     dtype = tf.as_dtype(array.dtype)
     if not (dtype.is_floating or dtype.is_complex):
         return None
@@ -63,12 +67,12 @@ def make_sketch(array: np.ndarray) -> Sketch | None:
 def describe_variables(variables: Iterable[tuple[str, tf.Tensor | None, bool]], rounds: bool = False) -> Said:
     """Describes this rank's variables, for comparison with those of other ranks.
 
-    Variables of one name are distinguished by their count and position: if a rank has more of them
-    than another, it is unknown which correspond.
+    Variables of one name are distinguished by their count and position: if a rank has more of them than another, it is
+    unknown which correspond.
 
     Args:
-      variables: (name, its value here or None if other ranks hold it, whether it must be equal).
-      rounds: whether ranks may round otherwise, so that sketches are needed.
+      variables: (name, value here or None if other ranks hold it, whether ranks must be equal).
+      rounds: whether ranks may round differently, so that sketches are needed.
     """
     variables = list(variables)
     count, seen = Counter(name for name, _, _ in variables), Counter[str]()
@@ -83,17 +87,17 @@ def describe_variables(variables: Iterable[tuple[str, tf.Tensor | None, bool]], 
 
 
 def refuse_differences(mine: Said, context: Ranks, when: str) -> int:
-    """Compares the variables of all ranks; collective.
+    """Raises an error if variables differ between ranks; collective.
 
     Args:
-      mine: the result of ``describe_variables`` for this rank.
-      when: describes the following action, for messages.
+      mine: the result of ``describe_variables`` on this rank.
+      when: describes the action before which they are compared, for messages.
 
     Returns:
       how many variables were compared.
 
     Raises:
-      CommError: on every rank, if a variable differs, with their names.
+      CommError: on every rank, if a variable differs; names the variables and ranks.
     """
     comm = context.comms[0]
     everyone = comm.allgather_bytes("whale/replicas", msgspec.json.encode(mine), WRITE_TIMEOUT_S, when)
@@ -106,6 +110,6 @@ def refuse_differences(mine: Said, context: Ranks, when: str) -> int:
             given=f"other values than the first rank's, seen at {when}",
             **{"likely cause": f"an update on one rank alone, or {describe_likely_cause(context)}"},
             expected="copies that differ by rounding at most" if context.rounds_otherwise else "equal copies",
-            action="assign to variables on every rank, or inside a step; train in steps that Whale distributes only",
+            action="assign to variables on every rank, or inside a step; train only in steps that Whale distributes",
         )
     return compared

@@ -1,8 +1,9 @@
 """Defers variables until their layout is known: a deferred variable has a handle and a recorded initial value, but no
 memory.
 
-A program's first plan says which part a rank holds, and only that part is allocated. If a script needs the variable
-before, or outside of steps (reading it, a plain tf.function), it gets the whole value, as in plain TensorFlow.
+The first plan of a program says which part a rank holds, and only that part is allocated. If a script needs the
+variable before, or outside of steps (it reads it, or calls a plain tf.function), it gets the whole value, as in plain
+TensorFlow.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from whale.runtime.variables.native_reads import make_handle_property
 from whale.runtime.variables.partial_initializers import LITTLE_BYTES, DeferredInitial, Reader, record_uniform_value
 from whale.runtime.variables.split_variable import NEED_WHOLE
 
-# While a step is captured its graph refers to handles, whatever lies behind them.
+# True while a step is captured: its graph then refers to handles, and reads of deferred variables compute nothing.
 capturing: contextvars.ContextVar[bool] = contextvars.ContextVar("whale_capturing", default=False)
 # Bytes of the variable that is created, where they are known without recording what its initializer does.
 _known_bytes: contextvars.ContextVar[int | None] = contextvars.ContextVar("whale_known_bytes", default=None)
@@ -37,14 +38,14 @@ _PLAIN = {"use_resource": (None, True), "validate_shape": (None, True)}
 
 
 def find_deferred(variable: Any) -> DeferredInitial | None:
-    """Returns the initial value of a variable that is still deferred; None: the variable holds a value."""
+    """Returns the recorded initial value of a deferred variable; None if the variable holds a value."""
     return getattr(variable, "_whale_initial", None)
 
 
 @contextmanager
 def announce_size(shape: Sequence[int], dtype: str) -> Iterator[None]:
-    """Announces shape and type of the variable that is created inside, as its initializer may not reveal them before it
-    runs.
+    """Announces the size of the variable that is created inside this context, for initializers that do not reveal it
+    before they run.
     """
     token = _known_bytes.set(math.prod(shape) * int(tf.as_dtype(dtype).size))
     try:
@@ -54,7 +55,7 @@ def announce_size(shape: Sequence[int], dtype: str) -> Iterator[None]:
 
 
 def install(wanted: Callable[[int | None], bool]) -> None:
-    """Defers variables that this thread creates eagerly from now on, if ``wanted`` says so.
+    """Makes this thread defer variables that it creates eagerly from now on, if ``wanted`` returns True.
 
     The hook stays when the run ends (creators are a stack, of which only the top can be removed), and does nothing
     until the next run replaces it. Functions that are traced have creators of their own.
@@ -70,8 +71,8 @@ def install(wanted: Callable[[int | None], bool]) -> None:
 
 
 def make_creator(wanted: Callable[[int | None], bool]) -> Callable[..., Any]:
-    """Returns a variable creator for TensorFlow that defers variables for which ``wanted`` is true, and creates the
-    others.
+    """Returns a variable creator for TensorFlow that defers variables for which ``wanted`` returns True, and creates
+    others as usual.
     """
 
     def create(next_creator: Any, **kwargs: Any) -> Any:
@@ -86,10 +87,13 @@ def make_creator(wanted: Callable[[int | None], bool]) -> Callable[..., Any]:
 
 def make_trace_creator(wanted: Callable[[int | None], bool]) -> Callable[..., Any]:
     """Returns a variable creator for traced functions, which defers variables with constant initial values, such as
-    slots.
+    optimizer slots.
 
     tf.function would capture such a variable together with its whole initial value. Variables with random initial
     values are left to TensorFlow, so that the numbers are those of plain TensorFlow.
+
+    Args:
+      wanted: as of ``install``.
     """
 
     def create(next_creator: Any, **kwargs: Any) -> Any:
@@ -106,14 +110,14 @@ def make_trace_creator(wanted: Callable[[int | None], bool]) -> Callable[..., An
 
 
 def _is_constant_value(value: Any, dtype: Any) -> bool:
-    """Tells whether an initial value depends neither on random numbers nor on a function's tensors."""
+    """Returns True if an initial value depends neither on random numbers nor on tensors of the traced function."""
     if not callable(value):
         return value is not None and not isinstance(value, tf.Variable) and not tf.is_symbolic_tensor(value)
     graph = func_graph.FuncGraph("whale_constants")
     try:
         with tf.init_scope(), graph.as_default():
             tf.convert_to_tensor(value(), dtype=dtype)
-    except Exception:  # whatever is wrong with it, running it shows
+    except Exception:  # if the initializer is wrong, running it will raise the error
         return False
     return not graph.captures and not any(op.op_def.is_stateful for op in graph.get_operations())
 
@@ -137,11 +141,13 @@ def _create_uninitialized(initial: DeferredInitial, kwargs: dict[str, Any]) -> A
 
 
 def _read_initial(kwargs: dict[str, Any]) -> DeferredInitial | tf.Tensor | None:
-    """Returns a deferred initial value, a small one that is computed at once, or None: TensorFlow creates the
-    variable.
+    """Returns the initial value of a variable that is to be created, from the arguments of its creation.
+
+    Returns:
+      a deferred value; or a small tensor, computed at once; or None: TensorFlow must create the variable as usual.
     """
     known = {*_PASSED_ON, *_PLAIN, "initial_value", "dtype", "shape", "experimental_enable_variable_lifting"}
-    known.add("collections")  # of graphs: no matter where creation is eager
+    known.add("collections")  # applies to graphs only, and creation is eager here
     odd = any(value is not None and name not in known for name, value in kwargs.items())
     if odd or any(kwargs.get(name) not in values for name, values in _PLAIN.items()):
         return None
@@ -151,9 +157,9 @@ def _read_initial(kwargs: dict[str, Any]) -> DeferredInitial | tf.Tensor | None:
         states = random.getstate(), np.random.get_state()
         try:
             found = record(value, dtype)
-        except Exception:  # whatever is wrong with it, running it shows
+        except Exception:  # if the initializer is wrong, running it will raise the error
             found = None
-        if found is None:  # it is run instead, and draws what it would have drawn
+        if found is None:  # it will be run instead, and must draw the same numbers as without the recording
             random.setstate(states[0])
             np.random.set_state(states[1])
     elif isinstance(value, tf.__internal__.EagerTensor) and dtype in (None, value.dtype):
@@ -168,20 +174,20 @@ def _read_initial(kwargs: dict[str, Any]) -> DeferredInitial | tf.Tensor | None:
 
 
 def defer(variable: Any, initial: DeferredInitial) -> None:
-    """Makes the empty variable ``variable`` a deferred one with the initial value ``initial``."""
+    """Makes ``variable``, which is uninitialised, a deferred one with the initial value ``initial``."""
     variable._whale_initial = initial
     variable.__class__ = _make_deferred_class()
 
 
 def forget(variable: Any) -> None:
-    """Ends the deferral of ``variable`` without a value, which its caller assigns now."""
+    """Makes a deferred variable an ordinary one without a value; the caller assigns one now."""
     if find_deferred(variable) is not None:
         variable.__class__ = resource_variable_ops.ResourceVariable
         del variable._whale_initial
 
 
 def restore_from(variable: Any, reader: Reader) -> None:
-    """Makes a deferred variable read its value from ``reader``, once it is known which part is needed.
+    """Makes a deferred variable take its value from ``reader``, once it is known which part this rank needs.
 
     Args:
       reader: called with (begin, size) of a region of the global value, over all dimensions; returns the values there.
@@ -191,7 +197,7 @@ def restore_from(variable: Any, reader: Reader) -> None:
 
 
 def make_whole(variable: Any) -> None:
-    """Initialises a deferred variable with its whole value."""
+    """Initialises a deferred variable with its whole value; does nothing to other variables."""
     initial = find_deferred(variable)
     if initial is not None:
         with tf.init_scope():

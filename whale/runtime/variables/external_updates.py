@@ -1,4 +1,4 @@
-"""Tracks changes of variables outside of the run's programs: every rank makes them separately, so copies may
+"""Tracks changes of variables outside of the run's programs: every rank makes them by itself, so that copies may
 diverge.
 """
 
@@ -20,21 +20,23 @@ from tensorflow.python.ops.resource_variable_ops import BaseResourceVariable, Re
 from whale.distributed.script_line import find_script_line
 from whale.runtime.variables.deferred import capturing, find_deferred
 
-# Methods of variables by which a step of training adds something, and those that give a value from anywhere.
+# Methods of variables that update a value, as training does, and those that replace it by any other.
 _ADDS = tuple(name for name in dir(BaseResourceVariable) if name.startswith(("assign_", "scatter_", "batch_scatter_")))
 _GIVES = ("assign", "_restore_from_tensors")
-# A variable that is assigned this often, once a gradient was computed, is updated by a loop of training.
+# A variable that is assigned this often after a gradient was computed counts as trained by a loop of the script.
 _OFTEN = 3
-# TensorFlow's own function, which gives first values to variables that a tf.function has made.
+# Name of TensorFlow's own function that initialises variables created in a tf.function; it does not train.
 _FIRST_VALUES = "initialize_variables"
 _TRAINS = ("ResourceApply", "ResourceSparseApply", "Apply", "SparseApply")
 
 
 @dataclass
 class TrackedVariable:
-    """A trainable floating-point variable that was created, or written to, since the run began.
+    """Represents a trainable floating-point variable that was created, or written to, since the run began.
 
     Attributes:
+      variable: weak reference to it.
+      name: its name.
       trained: whether it was trained outside of the run's programs.
       given: number of assignments to it.
     """
@@ -46,11 +48,12 @@ class TrackedVariable:
 
 
 class ExternalUpdates:
-    """Tracks changes of variables outside of the run's programs, from its creation to ``take_back``.
+    """Tracks changes of variables outside of the run's programs, from its creation to ``take_back``, by wrapping
+    methods of TensorFlow.
 
     Attributes:
-      written: numbers (``id``) of handles that were written to eagerly since ``forget_written``.
-      trained: describes what trained -> names of the variables, if known.
+      written: ``id`` of each handle that was written to eagerly since ``forget_written`` (an ordered set).
+      trained: what has trained, in words -> names of the variables, if known (an ordered set).
     """
 
     def __init__(self) -> None:
@@ -61,7 +64,7 @@ class ExternalUpdates:
         self._differentiated = False  # whether a gradient was computed beside the run's programs
         self._replaced: list[tuple[Any, str, Any]] = []
         self._put(BaseResourceVariable, "__init__", self._wrap_init)
-        for kind in (BaseResourceVariable, ResourceVariable):  # which has some of the methods once more
+        for kind in (BaseResourceVariable, ResourceVariable):  # the subclass overrides some of the methods
             for name in (*_ADDS, *_GIVES):
                 if name in vars(kind):
                     self._put(kind, name, functools.partial(self._wrap_write, name in _ADDS))
@@ -73,7 +76,7 @@ class ExternalUpdates:
             setattr(gen_training_ops, module, passed_on)
 
     def take_back(self) -> None:
-        """Ends the tracking: restores the replaced functions."""
+        """Ends the tracking, and restores TensorFlow's methods."""
         for where, name, original in reversed(self._replaced):
             setattr(where, name, original)
         self._replaced.clear()
@@ -81,12 +84,12 @@ class ExternalUpdates:
     def iterate_held(
         self, other_than: Collection[int], only: Collection[int] | None
     ) -> Iterator[tuple[str, tf.Tensor, bool]]:
-        """Yields (name, value, whether it was trained) of the tracked variables with a value, in the order of their
-        creation.
+        """Yields (name, value, whether it was trained) of the tracked variables that have a value, in the order of
+        their creation.
 
         Args:
-          other_than: numbers (``id``) of the handles to leave out.
-          only: handles to consider among the others; None: all.
+          other_than: ``id`` of each handle to leave out.
+          only: ``id`` of each handle to consider; None: all.
         """
         for key, made in list(self._made.items()):
             variable = made.variable()
@@ -98,8 +101,10 @@ class ExternalUpdates:
                 yield made.name, value, made.trained
 
     def forget_written(self, handles: Iterable[int] | None = None) -> None:
-        """Forgets the writes so far; ``handles``: only writes to these handles (``id``), which got other values
-        since.
+        """Forgets the writes so far.
+
+        Args:
+          handles: ``id`` of each handle whose writes are forgotten, because it has got another value since; None: all.
         """
         for key in list(self.written if handles is None else handles):
             self.written.pop(key, None)
@@ -163,7 +168,7 @@ class ExternalUpdates:
             self._note_trained_in_function([made.name])
 
     def _note_optimizer(self, op: str, handle: Any) -> None:
-        """Records that an operation of TensorFlow's optimizers is built, or run."""
+        """Records that an operation of a TensorFlow optimizer is run, or built in a graph."""
         if capturing.get():
             return
         made = self._made.get(id(handle))
@@ -177,8 +182,8 @@ class ExternalUpdates:
             self._note_trained_in_function(names)
 
     def _note_trained_in_function(self, names: Iterable[str]) -> None:
-        """Records that a function is traced that writes to variables; graphs of TensorFlow 1 are inspected when they
-        run.
+        """Records that a tf.function is traced that writes to variables; does nothing in graphs of TensorFlow 1, which
+        are inspected when they run.
         """
         graph, outermost = tf.compat.v1.get_default_graph(), None
         while isinstance(graph, FuncGraph):
@@ -192,7 +197,9 @@ class ExternalUpdates:
         self.trained.setdefault(what, {}).update(dict.fromkeys(names))
 
     def _find_tracked(self, variable: Any) -> TrackedVariable | None:
-        """Returns the record of a variable; None if it is not trainable."""
+        """Returns the record of a variable, created if necessary; None if the variable is not trainable or not of
+        floating point.
+        """
         handle = getattr(variable, "_handle", None)
         if not isinstance(handle, tf.__internal__.EagerTensor):
             return None
@@ -214,8 +221,12 @@ class ExternalUpdates:
 
 
 class _OpListener:
-    """Replaces a module of generated ops to observe one function: ``hear`` gets the op's name and the variable's
-    handle.
+    """Stands for a module of generated ops in order to observe calls of one of its functions.
+
+    Args:
+      module: the module.
+      call: name of the function.
+      hear: called with the op's name and the variable's handle, for ops of optimizers.
     """
 
     def __init__(self, module: Any, call: str, hear: Callable[[str, Any], None]) -> None:
@@ -233,13 +244,15 @@ class _OpListener:
 
 
 def _format_place(before: str = " at") -> str:
-    """Returns ``before`` and the calling line of the script, or "" if no frame of this thread is in the script."""
+    """Returns ``before`` and the line of the script that makes the present call; "" if no frame of this thread is in
+    the script.
+    """
     line = find_script_line()
     return f"{before} {line}" if line else ""
 
 
 def _list_trained(ops: Collection[tf.Operation]) -> list[str]:
-    """Returns the names of the variables that an optimizer updates in a run of these operations."""
+    """Returns the names of the variables that an optimizer updates when a session runs these operations."""
     found: dict[str, None] = {}
     seen, left = {op.name for op in ops}, list(ops)
     while left:

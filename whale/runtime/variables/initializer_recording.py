@@ -1,4 +1,4 @@
-"""Records the computation of an initializer without running it: a Python function, or a part of a session's graph.
+"""Records the computation of an initializer without running it, for a Python function or a part of a session's graph.
 
 Decision: 0039.
 """
@@ -33,14 +33,21 @@ _STREAMS = {
     "RandomStandardNormal": "StatelessRandomNormalV2",
     "TruncatedNormal": "StatelessTruncatedNormalV2",
 }
-# Stateful ops that read and advance little states when a variable is created (a generator of seeds).
+# Stateful ops that read and advance small states when a variable is created, such as a generator's.
 _OF_STATES = ASSIGNS | {"ReadVariableOp"}
 
 
 def record(make: Callable[[], Any], dtype: Any = None) -> DeferredInitial | tf.Tensor | None:
-    """Records the computation of ``make``: returns a deferred value, or a small computed one; None: it has to be run.
+    """Records the computation of ``make`` by tracing it.
 
-    Raises what ``make`` raises in a graph, and ValueError where only running it can tell what it does.
+    Raises what ``make`` raises in a graph, and ValueError if only running it can tell what it does.
+
+    Args:
+      make: an initializer without arguments.
+      dtype: of the value; None: that of the result.
+
+    Returns:
+      a deferred value; or a tensor, if the value is small and was computed; or None: ``make`` has to be run instead.
     """
     graph = func_graph.FuncGraph("whale_initial")
     graph.seed = None  # so that only ops with a seed of their own have one
@@ -51,12 +58,12 @@ def record(make: Callable[[], Any], dtype: Any = None) -> DeferredInitial | tf.T
     if not isinstance(found, RecordedInitializer):
         return found
     if any(any(stream.seeds) for stream in found.streams):
-        return None  # eager ops of equal seeds share a stream, and nobody knows how far it has come
+        return None  # eager ops with equal seeds share a stream, whose position cannot be read
     return found.run(Counter(), _find_eager_seeds)
 
 
 def _find_eager_seeds(number: int) -> tuple[int, int]:
-    """Returns the seeds of the next random op that is run eagerly without a seed of its own."""
+    """Returns the seeds that the next random op would get that runs eagerly without a seed of its own."""
     first, second = random_seed.get_seed(None)
     if first is None:
         first, second = np.random.SeedSequence().generate_state(2, np.uint64).tolist()
@@ -65,7 +72,15 @@ def _find_eager_seeds(number: int) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class _Stream:
-    """A draw of a stateful random op: value numbers of its key and counter, and by how much it advances the counter."""
+    """Represents a draw of a stateful random op, recorded as a stateless one.
+
+    Attributes:
+      op: name of the op.
+      key: number of the value that is the generator's key.
+      counter: number of the value that is its counter.
+      seeds: the op's two seeds; (0, 0): none.
+      steps: by how much a run advances the counter.
+    """
 
     op: str
     key: int
@@ -76,29 +91,34 @@ class _Stream:
 
 @dataclass(frozen=True)
 class RecordedInitializer:
-    """A graph's computation of an initial value, complete except for the present state of its random ops."""
+    """Represents a graph's computation of an initial value, complete except for the present state of its random ops.
+
+    Attributes:
+      initial: the computation.
+      streams: its draws of random ops, whose keys and counters ``run`` fills in.
+    """
 
     initial: DeferredInitial
     streams: tuple[_Stream, ...] = ()
 
     @property
     def is_seeded(self) -> bool:
-        """Tells whether every stream of random numbers has a seed, so that every rank draws the same numbers."""
+        """Returns True if every random op has a seed, so that all ranks draw the same numbers."""
         return all(any(stream.seeds) for stream in self.streams)
 
     @property
     def digest(self) -> str:
-        """Returns a digest that is equal for graphs that compute the same."""
+        """Returns a digest that is equal for graphs with the same computation."""
         little = sorted((n, v.dtype.str, v.shape, v.tobytes()) for n, v in self.initial.little.items())
         what = (self.initial.shape, self.initial.dtype, little, self.initial.ops, self.initial.result, self.streams)
         return hashlib.blake2b(repr(what).encode(), digest_size=16).hexdigest()
 
     def run(self, runs: Counter[str], seeds: Callable[[int], tuple[int, int]]) -> DeferredInitial:
-        """Returns the deferred initial value of the next run.
+        """Returns the deferred initial value that the next run of the graph would compute.
 
         Args:
-          runs: name of a random op -> number of its runs; incremented.
-          seeds: of random ops that have none, by their number.
+          runs: name of a random op -> number of its runs so far; incremented.
+          seeds: returns the seeds for a random op that has none, given its number.
         """
         little = dict(self.initial.little)
         for number, stream in enumerate(self.streams):
@@ -110,10 +130,10 @@ class RecordedInitializer:
 
 
 def record_tensor(made: tf.Tensor, fed: Collection[str] = ()) -> RecordedInitializer | None:
-    """Records how a session's graph computes ``made``; None: it depends on more than constants and seeds.
+    """Records how a session's graph computes ``made``; None if the value depends on more than constants and seeds.
 
     Args:
-      fed: names of tensors that a run feeds.
+      fed: names of tensors that the run feeds.
     """
     wanted, waiting = {made.op}, [made.op]
     if made.name in fed:
@@ -138,7 +158,15 @@ def record_tensor(made: tf.Tensor, fed: Collection[str] = ()) -> RecordedInitial
 def _record_operations(
     operations: Sequence[Any], made: tf.Tensor, outer: dict[int, Any]
 ) -> RecordedInitializer | tf.Tensor | None:
-    """Records the operations from which ``made`` is computed; see ``record``."""
+    """Records the operations from which ``made`` is computed; small values are computed at once.
+
+    Args:
+      operations: in an order in which they can run.
+      outer: ``id`` of each placeholder for a captured tensor -> that tensor.
+
+    Returns:
+      the recorded computation; or the value, if it is small; or None: an operation cannot be recorded.
+    """
     if not all(op.type in _STREAMS or _is_recordable(op, outer) for op in operations):
         return None
     if not all(t.shape.is_fully_defined() for op in operations for t in (made, *op.outputs)):
@@ -211,7 +239,9 @@ def _is_recordable(op: Any, outer: dict[int, Any]) -> bool:
 
 
 def _find_repeated_element(op: Any) -> np.ndarray | None:
-    """Returns the value of a constant with equal elements, if the graph stores it compressed; else None."""
+    """Returns the element of a constant whose elements are all equal, if the graph stores it as a single element; else
+    None.
+    """
     proto = op.get_attr("value")
     values = [value for field, value in proto.ListFields() if field.name.endswith("_val")]
     if proto.tensor_content or proto.string_val or sum(map(len, values)) != 1:

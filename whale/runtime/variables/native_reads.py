@@ -1,11 +1,10 @@
-"""Brings values of split variables home where TensorFlow reads them by their handles, in C++.
+"""Puts the whole values of sharded variables behind their handles, for reads by TensorFlow's C++ code.
 
-Functions that are no steps read the handles that they captured. Of datasets' functions, which read them at any time on
-threads of their own, it says what to do instead.
-
-Given a variable as an operand, an operation that runs eagerly (``tf.reduce_sum(w)``, ``tf.nn.relu(w)``) does not call
-the variable's methods: TensorFlow's fast path takes its ``_handle`` and reads what lies behind it. Of a variable whose
-parts lie elsewhere, or whose present value another rank holds, that is not the value.
+An eager operation with a variable as its operand (``tf.reduce_sum(w)``, ``tf.nn.relu(w)``) does not call the variable's
+methods: TensorFlow's fast path takes its ``_handle`` and reads the memory behind it. For a sharded variable, or one
+whose present value another rank holds, that memory does not have the value. Functions that are not steps read the
+handles that they captured in the same way. Functions of datasets read them at any time, on threads of their own, so for
+these an error says what to do instead.
 """
 
 from __future__ import annotations
@@ -22,16 +21,20 @@ from tensorflow.python.eager.polymorphic_function import concrete_function
 
 from whale.errors import PlanError
 
-_PARTS = "_whale_parts_behind"  # attribute of a handle: what holds its variable's parts
+_PARTS = "_whale_parts_behind"  # attribute of a handle: weak reference to the object with its variable's parts
 
 
 def note_parts(handle: Any, parts: Any) -> None:
-    """Notes that a variable lies split: ``parts`` has ``bring_home`` and ``name``."""
+    """Marks a handle as that of a sharded variable.
+
+    Args:
+      parts: has ``bring_home``, which puts the whole value behind the handle, and ``name``.
+    """
     setattr(handle, _PARTS, weakref.ref(parts))
 
 
 def forget_noted(handle: Any) -> None:
-    """Forgets what ``note_parts`` has noted: the variable is whole again."""
+    """Removes the mark of ``note_parts``, since the variable is whole again."""
     if hasattr(handle, _PARTS):
         delattr(handle, _PARTS)
 
@@ -44,9 +47,10 @@ def _iterate_parts(handles: Any) -> Iterator[Any]:
 
 
 def watch_plain_functions() -> Callable[[], None]:
-    """Has functions of TensorFlow find whole values behind the handles that they captured, from now on.
+    """Makes TensorFlow's functions find whole values behind the handles that they captured, from now on; returns a
+    function that ends this.
 
-    Every rank calls them, as it reads variables. Returns what ends that.
+    Every rank has to call these functions, as it has to read variables.
     """
     call, begin = concrete_function.ConcreteFunction._call_flat, iterator_ops.OwnedIterator.__init__
 
@@ -93,7 +97,8 @@ def _refuse_split(dataset: tf.data.Dataset) -> None:
 
 
 def make_handle_property(bring_home: Callable[[Any], None]) -> property:
-    """Returns a ``_handle`` for a class of variables, which puts their value behind it where the fast path asks.
+    """Returns a property ``_handle`` for a class of variables, which puts their value behind the handle when
+    TensorFlow's fast path reads it.
 
     Args:
       bring_home: puts the present value of a variable behind its handle, and keeps it there until the next step.

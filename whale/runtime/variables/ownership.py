@@ -1,7 +1,7 @@
-"""Tells which rank holds which piece of the variables that programs use, and restores whole variables.
+"""Tracks which rank holds which piece of the variables that programs use, and makes variables whole again.
 
-A piece is the part that one rank computes with: a tile of a split variable, or all of another one. Which rank
-has which piece follows from the plans, so every rank knows it of all.
+A piece is what one rank computes with: a tile of a sharded variable, or the whole of another one. The pieces of all
+ranks follow from the plans, so every rank knows them.
 """
 
 from __future__ import annotations
@@ -20,12 +20,20 @@ from whale.runtime.variables.stage_variables import VariableHome
 
 
 class Holding:
-    """The pieces of one variable, and the ranks that hold them.
+    """Describes the pieces of one variable, and which ranks hold them.
+
+    Args:
+      variable: the tf.Variable.
+      handle: its handle.
+      parts: its parts, if it is sharded; else None.
+      home: its home, if it belongs to a stage; else None.
+      size: number of ranks.
 
     Attributes:
-      key: number (``id``) of its handle.
-      holders: of each piece, the ranks that have it.
-      is_everywhere: whether every rank has all of it.
+      variable: the tf.Variable.
+      key: ``id`` of its handle.
+      holders: for each piece, the ranks that have it.
+      is_everywhere: whether every rank has the whole value.
     """
 
     def __init__(self, variable: Any, handle: Any, parts: VariableParts | None, home: VariableHome | None, size: int):
@@ -40,24 +48,24 @@ class Holding:
 
     @property
     def has_parts(self) -> bool:
-        """Tells whether the variable is split, or belongs to a stage."""
+        """Returns True if the variable is sharded, or belongs to a stage."""
         return self._parts is not None or self._home is not None
 
     @property
     def dtype(self) -> tf.DType:
-        """Returns the type of its elements."""
+        """Returns the dtype of the variable."""
         return self.variable.dtype
 
     def find_piece(self, rank: int) -> int | None:
-        """Returns the number of a rank's piece; None: it has none."""
+        """Returns the number of the piece that a rank has; None: it has none."""
         return next((piece for piece, ranks in enumerate(self.holders) if rank in ranks), None)
 
     def find_lone_piece(self, rank: int) -> int | None:
-        """Returns the number of a piece that only this rank has; None: there is none."""
+        """Returns the number of the piece that this rank has and no other; None: there is none."""
         return next((piece for piece, ranks in enumerate(self.holders) if ranks == (rank,)), None)
 
     def handle(self, rank: int) -> Any:
-        """Returns the handle of the memory with the piece of a rank of this process."""
+        """Returns the handle of the memory with the piece of ``rank``, which is a rank of this process."""
         return self._handle if self._parts is None else self._parts.find_rank_part(rank).handle
 
     def shape(self, piece: int) -> tuple[int, ...]:
@@ -66,13 +74,15 @@ class Holding:
         return whole if self._parts is None else tuple(self._parts.tiles.find_local_shape(whole, piece))
 
     def find_assigned(self) -> tf.Tensor | None:
-        """Returns the whole value that a script has assigned to a split variable and no step has cut yet; else None."""
+        """Returns the whole value that the script has assigned to a sharded variable since the last step; None: it has
+        not.
+        """
         if self._parts is None or not self._parts.is_assigned:
             return None
         return gen_resource_variable_ops.read_variable_op(self._handle, self.dtype)
 
     def assemble(self, pieces: Sequence[tf.Tensor]) -> tf.Tensor:
-        """Concatenates the whole value from all pieces in order."""
+        """Returns the whole value, assembled from all pieces in order."""
         if self._parts is None:
             return pieces[0]
         shape = tuple(self.variable.shape)
@@ -84,12 +94,12 @@ class Holding:
         return tf.constant(whole)
 
     def make_whole(self, value: tf.Tensor) -> None:
-        """Makes the variable an ordinary, replicated one with this value, as before any program used it."""
+        """Makes the variable an ordinary, replicated one with the value ``value``."""
         self._leave()
         gen_resource_variable_ops.assign_variable_op(self._handle, value)
 
     def make_new(self) -> None:
-        """Restores the variable to its state before any program used it; no step has changed it."""
+        """Restores the variable to its state before any program used it; for variables that no step has changed."""
         first = self._first
         self._leave()
         if isinstance(first, DeferredInitial):
@@ -103,7 +113,7 @@ class Holding:
         return None if owner is None else owner.first
 
     def forget_first(self) -> None:
-        """Drops the initial value, since a step has changed the variable."""
+        """Drops the initial value, because a step has changed the variable."""
         for owner in (self._parts, self._home):
             if owner is not None:
                 owner.first = None
@@ -115,14 +125,20 @@ class Holding:
 
 
 class HoldingsCache:
-    """Caches the holdings of all known variables between steps, since every step needs them."""
+    """Caches the holdings of all known variables, which every step of an elastic run needs, while no layout changes."""
 
     def __init__(self) -> None:
         self._lie: list[Any] = []
         self._holdings: list[Holding] = []
 
     def list_holdings(self, entries: Mapping[int, Any], homes: Mapping[int, VariableHome], size: int) -> list[Holding]:
-        """Returns the holdings of the given entries and homes; the same list as before if no layout has changed."""
+        """Returns the holdings of all variables; the same list object as before if no layout has changed.
+
+        Args:
+          entries: ``id`` of a handle -> the variable, as ``VariableStore`` holds it.
+          homes: ``id`` of a handle -> home of a stage's variable.
+          size: number of ranks.
+        """
         known = [(entry, homes.get(key)) for key, entry in entries.items()]
         lie = [size, *((entry.parts, home, home and home.ranks) for entry, home in known)]
         if self._lie != lie:

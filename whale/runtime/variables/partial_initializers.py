@@ -24,14 +24,14 @@ from whale.ir.mesh import Tiles
 from whale.ir.ops import IDENTITIES, STREAM_DRAWS
 from whale.runtime.variables.in_files import make_mapped_variable, write_block
 
-# Values up to this size are computed at once when a variable is created; smaller variables are made as ever.
+# Values up to this size are computed at once when a variable is created; variables up to it are never deferred.
 LITTLE_BYTES = 4096
-# Bytes of a part that are made at a time, or drawn at a time where a part is some columns of all rows.
+# Bytes of a part that are computed at a time, or of whole rows that are drawn at a time if a part is a few columns.
 _BLOCK_BYTES = 512 << 10
-_LONG_BYTES = 256 << 10  # a row's part that is drawn by itself
-# Elements that one step of the counter yields, by op and element size; TensorFlow's random_distributions.h.
-_PHILOX_WORDS = 4  # 32-bit words of one step
-RESERVED = 256  # words that the generator sets aside for each element of a truncated normal distribution
+_LONG_BYTES = 256 << 10  # bytes of a row's part from which each row's part is drawn separately
+# How far draws advance the counter; see TensorFlow's random_distributions.h.
+_PHILOX_WORDS = 4  # 32-bit words that one step of the counter yields
+RESERVED = 256  # words that the generator reserves for each element of a truncated normal distribution
 PHILOX, _ANY_ALGORITHM = 1, 3
 
 _POINTWISE = IDENTITIES | frozenset(
@@ -46,7 +46,16 @@ Reader = Callable[[tuple[int, ...], tuple[int, ...]], Any]
 
 @dataclass(frozen=True)
 class RecordedOp:
-    """One recorded op: operands are numbers of values, results are numbered from ``first``."""
+    """Represents one recorded op; its operands and results are numbers of values.
+
+    Attributes:
+      kind: type of the op.
+      attrs: names and values of its attributes in turn, as ``execute.execute`` takes them.
+      operands: numbers of the values that it takes.
+      first: number of its first result; the others follow.
+      shapes: of its results.
+      dtypes: of its results.
+    """
 
     kind: str
     attrs: tuple[Any, ...]
@@ -58,13 +67,15 @@ class RecordedOp:
 
 @dataclass(frozen=True)
 class DeferredInitial:
-    """An initial value that has not been computed.
+    """Represents an initial value that has not been computed.
 
     Attributes:
-      little: number of a value -> the value, computed when the variable was created.
-      ops: the remaining ops, in order.
+      shape: of the whole value.
+      dtype: its name.
+      little: number of a value -> the small value, computed when the variable was created.
+      ops: the ops that are left to run, in order.
       result: number of the value that is the initial value.
-      reader: returns a region of the value, if it comes from elsewhere (a checkpoint).
+      reader: returns a region of the value, if that comes from elsewhere (a checkpoint); None: ``ops`` compute it.
     """
 
     shape: tuple[int, ...]
@@ -81,7 +92,7 @@ class DeferredInitial:
 
     @property
     def is_divisible(self) -> bool:
-        """Tells whether a part can be computed without the whole."""
+        """Returns True if a part of the value can be computed without the whole."""
         return self.reader is not None or all(_is_divisible(op) for op in self.ops)
 
     def compute_whole(self) -> tf.Tensor:
@@ -91,12 +102,13 @@ class DeferredInitial:
         return _Region(self, (0,) * len(self.shape), self.shape).value()
 
     def make_part(self, tiles: Tiles, place: int, name: str = "part", folder: str = "") -> tf.Variable:
-        """Creates a variable with part number ``place``; it needs about a megabyte or two beside the part.
+        """Creates a variable with part number ``place``; needs about one or two megabytes of memory beside the part.
 
-        A value that is not divisible is computed whole for a moment.
+        A value that is not divisible is computed whole first.
 
         Args:
-          folder: the part is stored in a file there; empty: in memory.
+          tiles: how the value is cut.
+          folder: the part is stored in a file there; "": in memory.
 
         Raises:
           PlanError: there is no room in the folder.
@@ -122,7 +134,9 @@ class DeferredInitial:
         return fills and not self.little[self.ops[0].operands[1]].any()
 
     def _cut_blocks(self, tiles: Tiles, place: int) -> list[_Block]:
-        """Cuts a part into blocks of rows."""
+        """Returns the blocks of rows in which a part is computed: (where it begins in the part, where in the whole
+        value, size).
+        """
         found: list[_Block] = []
         for region in tiles.iterate_regions(self.shape, place):
             rows, *rest = region.size
@@ -146,8 +160,8 @@ class DeferredInitial:
 
 
 def record_uniform_value(value: tf.Tensor) -> DeferredInitial | None:
-    """Records an eager tensor with equal elements (zeros of an optimizer's slot), to be created again; None for
-    others.
+    """Returns the deferred value of an eager tensor whose elements are all equal, such as a slot of zeros; None for
+    other tensors and small ones.
     """
     shape, dtype = tuple(value.shape.as_list()), value.dtype
     if math.prod(shape) * dtype.size <= LITTLE_BYTES or dtype.size not in (1, 2, 4, 8) or not dtype.is_numpy_compatible:
@@ -162,7 +176,7 @@ def record_uniform_value(value: tf.Tensor) -> DeferredInitial | None:
 
 
 def execute_op(op: RecordedOp, operands: Sequence[Any]) -> list[tf.Tensor]:
-    """Runs the op's own kernel, as an eager call would."""
+    """Returns the results of a recorded op, computed by its own kernel as in an eager call."""
     if op.kind == "Const":
         return [tf.constant(tf.make_ndarray(op.attrs[op.attrs.index("value") + 1]))]
     tensors = [tf.convert_to_tensor(t) for t in operands]
@@ -174,7 +188,12 @@ def _is_divisible(op: RecordedOp) -> bool:
 
 
 class _Region:
-    """Computes a region of a recorded value: consecutive rows, and the same columns of each."""
+    """Computes a region of a recorded value: consecutive rows, and the same columns of each.
+
+    Args:
+      initial: the recorded value.
+      begin, size: of the region, over all dimensions.
+    """
 
     def __init__(self, initial: DeferredInitial, begin: tuple[int, ...], size: tuple[int, ...]):
         self.initial, self.begin, self.size = initial, begin, size
@@ -205,7 +224,7 @@ class _Region:
         return execute_op(op, [self._compute_operand(n) for n in op.operands])
 
     def _find_bounds(self, shape: tuple[int, ...]) -> tuple[list[int], list[int]]:
-        """Returns (begin, size) of the region in a tensor of ``shape`` that broadcasts, as in NumPy."""
+        """Returns (begin, size) of the region in a tensor of ``shape`` that is broadcast to the value, as in NumPy."""
         missing = len(self.initial.shape) - len(shape)
         pairs = [(0, 1) if n == 1 else (self.begin[missing + d], self.size[missing + d]) for d, n in enumerate(shape)]
         return [b for b, _ in pairs], [n for _, n in pairs]
@@ -240,10 +259,12 @@ class _Region:
 
 
 def _draw(op: RecordedOp, little: dict[int, np.ndarray], begin: int, count: int, shape: tuple[int, ...]) -> tf.Tensor:
-    """Draws elements ``begin`` to ``begin + count`` of the stream from which the whole tensor is drawn."""
+    """Returns elements ``begin`` to ``begin + count`` of the random stream from which the whole tensor is drawn, in
+    ``shape``.
+    """
     _, key, counter, algorithm = (little[n] for n in op.operands)
     assert int(algorithm) in (PHILOX, _ANY_ALGORITHM), algorithm
-    # The kernel deals the stream out in groups, each of which begins at a counter of its own.
+    # The kernel draws elements in groups, each of which begins at a counter of its own.
     group = 2 if op.dtypes[0] in ("float64", "int64", "uint64") else 4
     steps = group * RESERVED // _PHILOX_WORDS if op.kind == "StatelessTruncatedNormalV2" else 1
     skipped = begin // group
@@ -263,12 +284,12 @@ def _replace_attr(attrs: tuple[Any, ...], name: str, value: Any) -> tuple[Any, .
 
 
 def copy_to_own_memory(value: tf.Tensor) -> tf.Tensor:
-    """Copies a value: a slice of rows refers to the whole tensor's memory, which a variable of the slice would keep
-    alive.
+    """Returns a copy of a tensor; a slice of rows would refer to the whole tensor's memory, and a variable of the slice
+    keep that alive.
     """
     return tf.raw_ops.DeepCopy(x=value)
 
 
 def _make_variable(value: tf.Tensor, name: str) -> tf.Variable:
-    """Creates a variable without tf.Variable, whose creators would defer it."""
+    """Creates a variable without calling tf.Variable, whose creators would defer it."""
     return resource_variable_ops.ResourceVariable(value, trainable=False, name=name)

@@ -1,8 +1,8 @@
-"""Keeps variables split between steps: every rank holds its part, and steps read and update the parts.
+"""Keeps variables sharded between steps: every rank holds its part, and steps read and update the parts.
 
-A variable that is whole in the host's memory beside an accelerator has one part, which all ranks hold.
+A variable that is whole in the host's memory, beside an accelerator, counts as having one part, which all ranks hold.
 
-The user's tf.Variable remains the program's object. It holds nothing while the parts are valid; read eagerly, it
+The user's tf.Variable remains the program's object. It holds no value while the parts are valid; read eagerly, it
 returns the global value, which is collective. A value assigned by a script or a checkpoint is a whole value, which the
 next step cuts into parts again.
 
@@ -40,13 +40,15 @@ NEED_WHOLE = (
 
 
 class VariableParts:
-    """The parts of one variable that this process's ranks hold.
+    """Holds the parts of one sharded variable that this process's ranks have.
 
     Attributes:
-      tiles: how the variable is cut, and over which axes of the mesh.
-      folder: the folder of files with the parts; empty: in memory.
-      group: the ranks that have the parts, if they are those of a stage; empty: all ranks. If there are more ranks than
-        parts, consecutive groups of ranks have all parts.
+      name: of the variable.
+      tiles: how the variable is cut, and over which mesh axes.
+      folder: folder of files with the parts; "": they are in memory.
+      group: the ranks that have the parts, if they are those of a stage; (): all ranks. If there are more ranks than
+        parts, each consecutive group of ranks has all parts.
+      device: of the parts; None: TensorFlow's choice.
       first: the initial value, as long as it may be needed again.
     """
 
@@ -59,11 +61,12 @@ class VariableParts:
         group: tuple[int, ...] = (),
         device: str | None = None,
     ):
-        """Cuts the variable's value into parts, or creates these from its initial value.
+        """Cuts the variable's value into parts, or computes the parts from its initial value.
 
         Args:
-          initial: the initial value of a deferred variable: only its parts are computed.
-          device: of the parts; None: TensorFlow's choice.
+          captured: the variable.
+          initial: the initial value of a deferred variable, of which only the parts are computed; None: the variable
+            has a value.
         """
         self.device = device
         self.name, self.tiles, self.group = captured.name, tiles, group
@@ -85,7 +88,7 @@ class VariableParts:
         note_parts(self._handle, self)
 
     def leave(self) -> None:
-        """Makes the variable an ordinary, empty one again; the parts are freed with their last reader."""
+        """Makes the variable an ordinary one without a value again; the parts are freed with their last reader."""
         self._variable.__class__ = self._kind
         del self._variable._whale_parts
         forget_noted(self._handle)
@@ -93,12 +96,12 @@ class VariableParts:
 
     @property
     def key(self) -> int:
-        """Returns the number (``id``) of the variable's handle."""
+        """Returns ``id`` of the variable's handle."""
         return id(self._handle)
 
     @property
     def dtype(self) -> tf.DType:
-        """Returns the element type of the variable."""
+        """Returns the dtype of the variable."""
         return self._variable.dtype
 
     @property
@@ -107,27 +110,29 @@ class VariableParts:
         return self._variable.shape
 
     def find_place(self, rank: int) -> int | None:
-        """Returns the number of a rank's part; None: it has none."""
+        """Returns the number of the part that a rank has; None: it has none."""
         if not self.group:
             return rank % self.tiles.count
         return self.group.index(rank) % self.tiles.count if rank in self.group else None
 
     def find_holders(self, place: int) -> tuple[int, ...]:
-        """Returns the ranks that have a part."""
+        """Returns the ranks that have part number ``place``."""
         return (self.group or tuple(range(self._context.size)))[place :: self.tiles.count]
 
     def find_rank_part(self, rank: int) -> tf.Variable:
-        """Returns the part that a rank of this process has."""
+        """Returns the variable with the part of ``rank``, which is a rank of this process."""
         return self._parts[rank]
 
     def _list_own_parts(self) -> list[tuple[int, int]]:
-        """Returns (rank, part) for each rank of this process that has one."""
+        """Returns (rank, number of its part) for each rank of this process that has one."""
         places = ((rank, self.find_place(rank)) for rank in self._context.ranks)
         return [(rank, place) for rank, place in places if place is not None]
 
     @property
     def bytes(self) -> int:
-        """Returns the bytes of memory on these ranks: their parts, and the whole value if one was assigned."""
+        """Returns the bytes of memory in this process: the parts, unless they are in files, and the whole value if one
+        was assigned.
+        """
         held = self._read_held()
         whole = 0 if held is None else int(tf.size(held)) * held.dtype.size
         return (
@@ -137,7 +142,9 @@ class VariableParts:
         )
 
     def settle(self) -> tf.Tensor | None:
-        """Cuts the whole value into parts, if one was assigned to the variable, and returns it."""
+        """Cuts a whole value that was assigned to the variable into parts, and returns it; None if none was
+        assigned.
+        """
         whole = self._read_held()
         if whole is None:
             return None
@@ -147,18 +154,18 @@ class VariableParts:
         return whole
 
     def read_value(self, rank: int) -> tf.Tensor:
-        """Returns a snapshot of the part of a rank of this process."""
+        """Returns a snapshot of the part of ``rank``, which is a rank of this process."""
         part = self._parts[rank]
         return copy_part(part, self.folder) if self.folder else part.read_value()
 
     def read_own(self) -> list[tf.Tensor]:
-        """Returns snapshots of the parts of this process's ranks, which may be those of a whole value."""
+        """Returns the parts of this process's ranks; cut from the whole value if one was assigned."""
         held = self._read_held()
         places = self._list_own_parts()
         return [self.read_value(r) if held is None else cut_part(held, self.tiles, place) for r, place in places]
 
     def free_files(self) -> None:
-        """Deletes the files now, because ending a process with large files takes long."""
+        """Frees the files of the parts now, because ending a process that maps large files takes long."""
         for part in self._parts.values() if self.folder else ():
             hold_nothing(part.handle, self.dtype)
 
@@ -170,13 +177,14 @@ class VariableParts:
         elif rank in self._parts:
             self._parts[rank].assign(part)
         else:
-            # tf.Variable is not used: it asks who defers creations.
+            # tf.Variable is not used, because its creators would defer the part.
             name = f"part{rank}"
             with tf.device(self.device):
                 self._parts[rank] = resource_variable_ops.ResourceVariable(part, trainable=False, name=name)
 
     def gather_whole(self) -> tf.Tensor:
-        """Returns the global value. Collective between processes, unless a whole value was assigned.
+        """Returns the global value. Collective between processes, unless a whole value was assigned or this rank has it
+        all.
 
         Raises:
           CommError: not all ranks read it, or the run is over.
@@ -196,26 +204,30 @@ class VariableParts:
         return parts[0]
 
     def read(self) -> tf.Tensor:
-        """Reads the global value for a script; collective between processes."""
+        """Returns the global value, when a script reads the variable; collective between processes."""
         return read_surviving(self._context, self._variable, self.gather_whole)
 
     def bring_home(self) -> None:
-        """Gathers the whole value into the variable itself, until the next step. Collective between processes."""
+        """Gathers the whole value into the variable's own memory, where it stays until the next step. Collective
+        between processes.
+        """
         self.hold(self.gather_whole())
 
     def hold(self, whole: tf.Tensor) -> None:
-        """Puts a whole value into the variable itself, until the next step."""
+        """Assigns a whole value to the variable's own memory, where it stays until the next step."""
         gen_resource_variable_ops.assign_variable_op(self._handle, whole)
 
     def make_room(self) -> None:
-        """Creates a whole value of zeros in the variable if it has none, so that another can be assigned."""
+        """Assigns zeros of the variable's shape to its own memory if that has no value, so that TensorFlow accepts an
+        assignment.
+        """
         if self._read_held() is None:
             zeros = tf.zeros(self._variable.shape, self._variable.dtype)
             gen_resource_variable_ops.assign_variable_op(self._handle, zeros)
 
     @property
     def is_assigned(self) -> bool:
-        """Tells whether a whole value was assigned that the next step will cut."""
+        """Returns True if a whole value was assigned, which the next step will cut into parts."""
         return self._read_held() is not None
 
     def _read_held(self) -> tf.Tensor | None:
@@ -224,16 +236,16 @@ class VariableParts:
 
 
 def forget_parts(split: list[VariableParts]) -> None:
-    """Frees the files of all split variables' parts at the end of the run, and empties the list."""
+    """Frees the files of all variables in the list at the end of the run, and empties the list."""
     while split:
         split.pop().free_files()
 
 
 def hold_nothing(handle: Any, dtype: tf.DType | str) -> None:
-    """Frees the memory of a variable whose value is elsewhere. It stays initialised.
+    """Frees the memory behind a variable's handle, because its value is elsewhere; the variable stays initialised.
 
-    TensorFlow's eager operations read a variable argument without calling its methods. They must not find a number that
-    looks like its value: a NaN tensor, of a rank that no variable has, gives NaN or an error.
+    TensorFlow's eager operations read a variable operand without calling its methods. They must not find a number that
+    looks like its value: a tensor of NaN, of a rank that no variable has, leads to NaN or an error.
     """
     nan = tf.as_dtype(dtype).is_floating
     nothing = tf.constant(float("nan"), dtype, (1,) * 9) if nan else tf.zeros((0,), dtype)
@@ -241,11 +253,11 @@ def hold_nothing(handle: Any, dtype: tf.DType | str) -> None:
 
 
 def cut_part(whole: tf.Tensor, tiles: Tiles, place: int) -> tf.Tensor:
-    """Copies part number ``find_place`` of a value to memory of its own."""
+    """Returns part number ``place`` of a whole value, in memory of its own."""
     regions = list(tiles.iterate_regions(tuple(whole.shape.as_list()), place))
     if len(regions) == 1:
-        # tf.slice is not used: where a variable's handle says no shape, TensorFlow's optimizer takes the first rows for
-        # all of them.
+        # tf.slice is not used: if the handle has no shape, TensorFlow's optimizer replaces a slice of the first rows by
+        # the whole tensor.
         begin, size = regions[0].begin, regions[0].size
         return copy_to_own_memory(tf.strided_slice(whole, begin, np.add(begin, size)))
     at = find_coordinates(place, tiles.sizes)
@@ -269,11 +281,15 @@ def _restore_order(joined: tf.Tensor, placement: Shard) -> tf.Tensor:
 def gather_on_rank(
     part: tf.Tensor, tiles: Tiles, order: Sequence[int], rank: int, comm: tf.Tensor, key: str
 ) -> tf.Tensor:
-    """Gathers the whole value on ``rank``, which has ``part``. Collective among a group of ranks that has all parts.
+    """All-gathers the whole value among a group of ranks that together have all parts; called by each rank of the
+    group. Collective.
 
     Args:
-      order: of ranks; those of a group are consecutive.
-      comm: the communicator's resource; key: prefix of the messages' keys.
+      part: the part of ``rank``.
+      order: ranks in order of their parts; those of a group are consecutive.
+      rank: this rank.
+      comm: the communicator's resource.
+      key: prefix of the messages' keys.
     """
     position = order.index(rank)
     at = position % tiles.count
@@ -307,7 +323,7 @@ def _gather_parts(part: tf.Tensor | None, parts: VariableParts, context: Ranks) 
     ops = whale_ops.load_ops()
     comm = ops.whale_communicator(communicator=context.comm_name, rank=context.rank)
     tiles = parts.tiles
-    first = context.rank - context.rank % tiles.count  # of the ranks that have the parts between them
+    first = context.rank - context.rank % tiles.count  # first of the consecutive ranks that together have all parts
     group = list(parts.group[: tiles.count] or range(first, first + tiles.count))
     key = f"whale/read/{name}@{group[0]}"
     joined = tf.zeros((0,), parts.dtype)
@@ -322,7 +338,9 @@ def _gather_parts(part: tf.Tensor | None, parts: VariableParts, context: Ranks) 
 
 @cache
 def _make_split_class(kind: type) -> type:
-    """Returns a subclass of ``kind`` for a split variable; graphs that read it are built as usual."""
+    """Returns a subclass of ``kind`` for sharded variables, whose methods gather and cut the value when called eagerly;
+    graphs are built as usual.
+    """
 
     def read(self: Any, no_copy: bool = False) -> Any:
         if tf.executing_eagerly():

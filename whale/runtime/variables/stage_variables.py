@@ -1,9 +1,10 @@
-"""Keeps variables of stages up to date on the ranks of their stage only, and sends their values to other readers.
+"""Keeps variables of pipeline stages up to date on the ranks of their stage only, and sends their values to other
+readers.
 
-Every rank knows which ranks have the present value of every variable, since that follows from the plans of the
-steps that ran. A program that reads it elsewhere, and a script that reads it, first get the value; so reading is
-collective, as for split variables. The other ranks hold no value after a step; of ranks in one process the
-first one does, whose variable is the script's.
+Every rank knows which ranks have the present value of every variable, since that follows from the plans of the steps
+that ran. A program that reads the variable on other ranks, and a script that reads it, first get the value; so reading
+is collective, as for sharded variables. Other ranks hold no value after a step. If the ranks are in one process, the
+first one always holds the value, because its variable is the script's.
 """
 
 from __future__ import annotations
@@ -26,11 +27,17 @@ from whale.runtime.variables.split_variable import NEED_WHOLE, hold_nothing
 
 
 class VariableHome:
-    """The ranks that have a variable's present value.
+    """Tracks which ranks have a variable's present value (its home).
+
+    Args:
+      name: of the variable.
+      variable: the tf.Variable.
+      copies: the variables of this process's other ranks.
+      context: of the run.
 
     Attributes:
       ranks: those ranks; None: all.
-      held: whether the variable itself has a value here, present or stale.
+      held: whether the variable itself holds a value on this rank, present or stale.
       first: the initial value, as long as it may be needed again.
     """
 
@@ -54,7 +61,7 @@ class VariableHome:
             variable.__class__ = _make_homed_class(kind)
 
     def leave(self) -> None:
-        """Makes the variable an ordinary one again, with its value on this rank."""
+        """Makes the variable an ordinary one again, which keeps its value on this rank."""
         self.variable.__class__ = self._kind
         del self.variable._whale_home
 
@@ -63,8 +70,8 @@ class VariableHome:
         return self.variable if position == 0 else self.copies[position - 1]
 
     def note_use(self, use: VariableUse) -> None:
-        """Records a step's use of the variable; in one process, copies the value to the first rank's variable for the
-        script.
+        """Updates the home after a step that used the variable; if the ranks are in one process, copies a new value to
+        the first rank's variable.
         """
         if not use.writes:
             return
@@ -80,7 +87,7 @@ class VariableHome:
         self.free()
 
     def free(self) -> None:
-        """Frees the copies on those ranks of this process that do not have the present value."""
+        """Frees the copies on ranks of this process that do not have the present value."""
         for position in range(1, len(self.copies) + 1) if self.ranks is not None else ():
             if position not in self.ranks and position not in self._empty:  # type: ignore[operator]
                 copy = self.find_copy(position)
@@ -88,27 +95,27 @@ class VariableHome:
                 self._empty.add(position)
 
     def give_copies(self, value: tf.Tensor) -> None:
-        """Assigns a value to every copy with a stale one."""
+        """Assigns ``value`` to every copy in this process that does not have the present value."""
         for position in set(range(self.context.size)) - (self.ranks or frozenset(range(self.context.size))):
             gen_resource_variable_ops.assign_variable_op(self.find_copy(position).handle, value)
         self._empty.clear()
 
     def count_held_copies(self) -> int:
-        """Returns how many variables of this process hold a value."""
+        """Returns how many variables of this process, copies included, hold a value."""
         return int(self.held) + len(self.copies) - len(self._empty)
 
     def make_room(self) -> None:
-        """Assigns zeros to an empty variable, so that another value can be assigned."""
+        """Assigns zeros to the variable if it holds no value, so that TensorFlow accepts an assignment."""
         if not self.held:
             self.hold(tf.zeros(self.variable.shape, self.variable.dtype))
 
     def hold(self, value: tf.Tensor) -> None:
-        """Assigns a value to the variable itself."""
+        """Assigns ``value`` to this rank's variable."""
         gen_resource_variable_ops.assign_variable_op(self.variable.handle, value)
         self.held = True
 
     def read_own_value(self) -> tf.Tensor:
-        """Returns the value of this rank's variable, or zeros if it is empty."""
+        """Returns the value of this rank's variable; zeros if it holds none."""
         if not self.held:
             return tf.zeros(self.variable.shape, self.variable.dtype)
         return gen_resource_variable_ops.read_variable_op(self.variable.handle, self.variable.dtype)
@@ -117,8 +124,15 @@ class VariableHome:
 def make_home(
     name: str, variable: Any, copies: Sequence[Any], use: VariableUse | None, context: Ranks
 ) -> VariableHome | None:
-    """Creates the home of a variable that some ranks of this process use, so that only these and the first rank hold
-    it; returns None if all ranks use it.
+    """Creates the home of a variable that only some ranks of this process use, so that only these and the first rank
+    hold it.
+
+    Args:
+      copies: the variables of this process's other ranks.
+      use: how the program uses the variable; None: on all ranks.
+
+    Returns:
+      the home; None if all ranks use the variable, or this process has a single rank.
     """
     if not copies or use is None or not 0 < len(use.ranks) < context.size:
         return None
@@ -128,13 +142,13 @@ def make_home(
 
 
 def list_present_copies(copies: Sequence[Any], home: VariableHome | None) -> list[Any]:
-    """Returns the copies, on other ranks of this process than the first, with the present value."""
+    """Returns those copies, on other ranks of this process than the first, that have the present value."""
     ranks = home.ranks if home is not None else None
     return [copy for i, copy in enumerate(copies, 1) if ranks is None or i in ranks]
 
 
 def refresh(homes: Sequence[VariableHome], context: Ranks) -> None:
-    """Sends present values to every rank. Collective."""
+    """Broadcasts the present values of these variables, so that every rank has them. Collective."""
     homes = [home for home in homes if home.ranks is not None]
     if not context.has_other_processes:
         for home in homes:
@@ -168,7 +182,12 @@ def refresh(homes: Sequence[VariableHome], context: Ranks) -> None:
 
 
 def refresh_for(homes: Mapping[int, VariableHome], uses: Sequence[tuple[int, VariableUse]], context: Ranks) -> None:
-    """Sends, before a step, the present values of its variables to ranks that lack them."""
+    """Broadcasts, before a step, the present values of those variables that the step reads on ranks without them.
+
+    Args:
+      homes: ``id`` of a handle -> home.
+      uses: (``id`` of a handle, how the step uses the variable).
+    """
     stale = []
     for key, use in uses:
         home = homes.get(key)
@@ -179,7 +198,7 @@ def refresh_for(homes: Mapping[int, VariableHome], uses: Sequence[tuple[int, Var
 
 
 def _read_by_script(home: VariableHome) -> None:
-    """Fetches the present value before the script reads it. All ranks have to read it.
+    """Fetches the present value of a variable before the script reads it. Collective: all ranks have to read it.
 
     Raises:
       CommError: not all ranks read it, or the run is over.
@@ -193,7 +212,9 @@ def _read_by_script(home: VariableHome) -> None:
 
 @cache
 def _make_homed_class(kind: type) -> type:
-    """Returns a subclass of ``kind`` for a variable of a stage; graphs that read it are built as usual."""
+    """Returns a subclass of ``kind`` for variables of a stage, whose methods fetch the present value when called
+    eagerly; graphs are built as usual.
+    """
 
     def read(self: Any, no_copy: bool = False) -> Any:
         def read_now() -> Any:

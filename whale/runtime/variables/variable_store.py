@@ -1,5 +1,5 @@
-"""Stores the variables of a run: their layouts, initial values, copies for in-process ranks, and the check of
-replicas.
+"""Stores the variables that the programs of a run use: their layouts, initial values, copies for in-process ranks; and
+checks replicas.
 """
 
 from __future__ import annotations
@@ -36,11 +36,15 @@ _TURN = "the first value of {!r}, which can only be computed whole, by one rank 
 
 
 class _Entry:
-    """A variable that programs of this run use: its layout (fixed by the first plan) and its copies on other ranks.
+    """Represents a variable that programs of this run use; its layout is fixed by the first plan.
 
-    ``left`` is the first rank's value after the last step: where it differs now, the script has assigned another since.
-    None if no other ranks of this process have copies. ``parts`` are the shards of a split variable, which hold its
-    value instead; None where the variable holds it itself.
+    Attributes:
+      name, handle, variable: of the first rank in this process.
+      copies: the variables of this process's other ranks.
+      parts: the shards of a sharded variable, which hold its value; None: the variable holds it itself.
+      left: the first rank's value after the last step; if the value differs now, the script has assigned another. None:
+        there are no copies.
+      kind: "parameters", optimizer state or buffers; "": unknown.
     """
 
     __slots__ = ("copies", "handle", "kind", "left", "name", "parts", "variable")
@@ -56,15 +60,16 @@ class _Entry:
         return Tiles() if self.parts is None or self.parts.tiles.count == 1 else self.parts.tiles
 
     def read(self) -> tf.Tensor:
-        """Reads the first rank's value: the variable's own memory until somebody writes to it."""
+        """Returns the first rank's value; it shares the variable's memory until somebody writes to that."""
         return gen_resource_variable_ops.read_variable_op(self.handle, self.variable.dtype)
 
 
 class VariableStore:
-    """The variables of a run, each identified by its handle, which is kept alive with it.
+    """Holds the variables of a run, each identified by its handle, which the store keeps alive.
 
-    ``keeps_first``: it keeps the initial values of parts. ``moved``: how often variables got another layout than
-    earlier steps use.
+    Attributes:
+      keeps_first: whether the initial values of parts are kept, as elastic runs need.
+      moved: how many times variables got another layout than earlier compiled steps use.
     """
 
     def __init__(self, keeps_first: bool = False) -> None:
@@ -76,7 +81,7 @@ class VariableStore:
         self._put_back: Callable[[], None] | None = None
 
     def clear(self) -> None:
-        """Forgets all variables at the end of the run."""
+        """Forgets all variables, and frees their files."""
         self._entries.clear()
         if self._put_back is not None:
             self._put_back()
@@ -87,7 +92,8 @@ class VariableStore:
     def make_all_whole(self, context: Ranks) -> None:
         """Makes all variables ordinary ones again, with their values on every rank, as before any program used them.
 
-        Collective between processes: one variable after the other, so that no rank holds more than all and one more.
+        Collective between processes. Variables are gathered one after the other, so that a rank needs memory for all of
+        them and at most one more.
 
         Raises:
           CommError: a rank is gone.
@@ -110,13 +116,13 @@ class VariableStore:
 
     @property
     def whole_bytes(self) -> tuple[int, int]:
-        """Returns the bytes of all known variables together, and of the largest one."""
+        """Returns the bytes of all known variables together, and of the largest one, as if each were whole."""
         sizes = [_count_bytes(entry.variable) for entry in self._entries.values()]
         return sum(sizes), max(sizes, default=0)
 
     @property
     def has_files(self) -> bool:
-        """Tells whether parts of a variable lie in files."""
+        """Returns True if parts of a variable are stored in files."""
         return any(parts.folder for parts in self._split)
 
     @property
@@ -125,9 +131,7 @@ class VariableStore:
         return [entry.variable for entry in self._entries.values()]
 
     def list_tiles(self, captured: Sequence[CapturedVariable]) -> dict[str, Tiles]:
-        """Returns the tiles of those variables whose layout an earlier program or the script has fixed, by handle
-        node.
-        """
+        """Returns handle node -> tiles, for those variables whose layout an earlier program or the script has fixed."""
         given = {c.node: find_given_tiles(c) for c in captured}
         known = ((c.node, self._entries.get(id(c.handle))) for c in captured)
         fixed = {node: entry.tiles for node, entry in known if entry is not None}
@@ -145,15 +149,16 @@ class VariableStore:
         A deferred variable of a pipeline's stage is initialised on the ranks of that stage only.
 
         Args:
-          uses: handle node -> the ranks that use it, if not all do, and its tiles if it is split.
-          on_host: variables in the host's memory, beside an accelerator.
+          captured: the program's variables.
+          uses: handle node -> the ranks that use the variable, if not all do, and its tiles if it is sharded.
+          on_host: handle nodes of variables in the host's memory, beside an accelerator.
 
         Raises:
           CommError: the ranks cannot exchange the values.
           PlanError: a variable cannot have the layout of the plan.
         """
         self._move_to_host([c for c in captured if c.node in on_host])
-        # A variable in the host's memory lies there in parts, even if it is one part.
+        # A variable in the host's memory is handled as a sharded one, even if it has a single part.
         placed = {c.node: _make_one_part_tiles(c) for c in captured if c.node in on_host}
         placed |= {node: use.tiles for node, use in uses.items() if use.tiles is not None}
         for c in captured:
@@ -189,7 +194,9 @@ class VariableStore:
                 self._homes[id(c.handle)] = home
 
     def is_owner_of(self, variable: tf.Variable) -> bool:
-        """Tells whether programs of this run use the variable, so that its value is equal on every rank, or split."""
+        """Returns True if programs of this run use the variable, so that its value is equal on every rank, or
+        sharded.
+        """
         return id(variable._handle) in self._entries
 
     def _send(
@@ -201,7 +208,9 @@ class VariableStore:
         uses: Mapping[str, VariableUse],
         on_host: Collection[str],
     ) -> None:
-        """Broadcasts the first rank's values; variables to be split are whole on every rank one at a time."""
+        """Broadcasts the first rank's values of new variables; those to be sharded are broadcast and cut one after the
+        other, so that only one is whole at a time.
+        """
         broadcast_values([c for c in new if c.node not in placed], context)
         for c, initial in zip(new, initials):
             if c.node in placed and initial is None:
@@ -209,7 +218,9 @@ class VariableStore:
                 self._divide(c, placed[c.node], None, context, uses.get(c.node), c.node in on_host)
 
     def _give_home(self, c: CapturedVariable, initial: DeferredInitial, ranks: frozenset[int], context: Ranks) -> None:
-        """Initialises a deferred variable on ``ranks`` only."""
+        """Initialises a deferred variable on the ranks of its stage, ``ranks``, and leaves it without a value
+        elsewhere.
+        """
         forget(c.variable)
         held = context.rank in ranks
         if held:
@@ -221,16 +232,20 @@ class VariableStore:
         home.first = initial if self.keeps_first else None
 
     def _move_to_host(self, captured: Sequence[CapturedVariable]) -> None:
-        """Drops parts in an accelerator's memory of variables that move to the host, so that they are added again."""
+        """Removes variables that are to move to the host's memory from the store, so that they are added again there.
+
+        Raises:
+          PlanError: a variable is sharded in the device's memory, or belongs to a stage.
+        """
         for c in captured:
             entry = self._entries.get(id(c.handle))
             if entry is None or (entry.parts is not None and entry.parts.device is not None):
                 continue
             if entry.parts is not None or id(c.handle) in self._homes:
                 raise PlanError(
-                    "a variable is in the device's memory since an earlier step",
+                    "a variable that an earlier step has put into the device's memory cannot move to the host's memory",
                     op=c.name,
-                    given="a step after which it would lie in the host's memory",
+                    given="a step under memory.offload that would keep it in the host's memory",
                     expected="the training step, which shows what is an optimizer's state, before others that use it",
                     action="run the training step first, or leave memory.offload out",
                 )
@@ -247,7 +262,9 @@ class VariableStore:
         use: VariableUse | None,
         on_host: bool,
     ) -> None:
-        """Creates the variable's parts on the ranks of this process, unless they exist."""
+        """Creates the variable's parts on the ranks of this process, unless they exist; collective if its initial value
+        can only be computed whole.
+        """
         if id(c.handle) in self._entries:
             return
         forget(c.variable)
@@ -266,8 +283,10 @@ class VariableStore:
         self._entries[id(c.handle)] = _Entry(c, (), self._split[-1])
 
     def classify(self, captured: Sequence[CapturedVariable], kinds: Mapping[str, str]) -> None:
-        """Records the kinds of variables in a program that uses them; a parameter stays a parameter in other
-        programs.
+        """Records the kinds of a program's variables; a variable that is a parameter in one program stays a parameter.
+
+        Args:
+          kinds: handle node -> "parameters", optimizer state or buffers.
         """
         for c in captured:
             entry = self._entries[id(c.handle)]
@@ -275,7 +294,7 @@ class VariableStore:
                 entry.kind = kinds[c.node]
 
     def count_held_bytes(self) -> dict[str, int]:
-        """Returns kind -> bytes of the variables that programs have used, on the ranks of this process."""
+        """Returns kind -> bytes that the known variables take on the ranks of this process."""
         found: Counter[str] = Counter()
         for entry in self._entries.values():
             home = self._homes.get(id(entry.handle))
@@ -284,14 +303,20 @@ class VariableStore:
         return dict(found)
 
     def count_host_bytes(self) -> int:
-        """Returns the bytes of these in the host's memory beside an accelerator."""
+        """Returns the bytes of known variables that are in the host's memory, beside an accelerator."""
         return sum(e.parts.bytes for e in self._entries.values() if e.parts is not None and e.parts.device is not None)
 
     def prepare_uses(
         self, captured: Sequence[CapturedVariable], uses: Mapping[str, VariableUse], context: Ranks
     ) -> list[tuple[int, VariableUse]]:
-        """Returns a program's uses of its variables, for ``prepare_step`` and ``note_step``; a variable of one stage
-        gets a home.
+        """Returns how a program uses its variables, for ``prepare_step`` and ``note_step``; creates homes for variables
+        that only some ranks write.
+
+        Args:
+          uses: handle node -> use, where not all ranks use the variable alike.
+
+        Returns:
+          (``id`` of the handle, use) of each variable.
         """
         found = []
         for c in captured:
@@ -303,7 +328,7 @@ class VariableStore:
         return found
 
     def prepare_step(self, uses: Sequence[tuple[int, VariableUse]], context: Ranks) -> None:
-        """Sends present values to the ranks where a step reads them. Collective if a stage reads another one's
+        """Sends present values to the ranks on which a step reads them. Collective if a stage reads another stage's
         variable.
         """
         if self._homes:
@@ -317,34 +342,37 @@ class VariableStore:
                     self._homes[key].note_use(use)
 
     def settle(self) -> dict[int, tf.Tensor]:
-        """Cuts whole values that were assigned to split variables since the last step; returns handle's number ->
-        value.
+        """Cuts whole values that were assigned to sharded variables since the last step; returns ``id`` of the handle
+        -> that value.
         """
         return {parts.key: whole for parts in self._split if (whole := parts.settle()) is not None}
 
     def list_holdings(self, size: int) -> list[Holding]:
-        """Returns the holdings of ``size`` ranks for the known variables, in the same order on all ranks: see
-        ``HoldingsCache``.
+        """Returns which of ``size`` ranks holds which piece of each known variable, in an order that is equal on all
+        ranks; see ``HoldingsCache``.
         """
         return self._held.list_holdings(self._entries, self._homes, size)
 
     def find_holders(self, variable: tf.Variable, context: Ranks) -> tuple[int, ...]:
-        """Returns the ranks that have the present value of a variable that programs of this run use."""
+        """Returns the ranks that have the present value of a known variable, sorted."""
         return tuple(sorted(self._find_entry_holders(self._entries[id(variable._handle)], context)))
 
     def read_own_value(self, variable: tf.Variable) -> tf.Tensor:
-        """Returns this rank's value of a variable; not collective."""
+        """Returns the value that this rank's variable holds, present or stale; not collective."""
         return self._entries[id(variable._handle)].read()
 
     def bring_home(self, variables: Sequence[tf.Variable], context: Ranks) -> None:
-        """Sends present values of stage variables to every rank, until the next step. Collective."""
+        """Broadcasts the present values of stage variables to every rank, where they stay until the next step.
+        Collective.
+        """
         homes = dict.fromkeys(self._homes.get(id(v._handle)) for v in variables)
         refresh([home for home in homes if home is not None], context)
 
     def follow(self) -> None:
-        """Copies values that a script assigned since the last step from the first rank's variables to the other copies.
+        """Copies values that the script has assigned since the last step from the first rank's variables to the copies
+        of other in-process ranks.
 
-        With several processes every rank runs the script, and there are no copies.
+        With several processes there are no copies, because every rank runs the script.
         """
         for entry in self._entries.values():
             if not entry.copies:
@@ -356,7 +384,7 @@ class VariableStore:
                 entry.left = now
 
     def leave(self) -> None:
-        """Records the values that a step left, for ``follow``."""
+        """Records the values that a step has left in the first rank's variables, for ``follow``."""
         for entry in self._entries.values():
             if entry.copies:
                 entry.left = entry.read()
@@ -364,8 +392,12 @@ class VariableStore:
     def list_handles(
         self, captured: Sequence[CapturedVariable], nodes: Sequence[str], position: int, rank: int
     ) -> list[Any]:
-        """Returns the handles of the variables of ``nodes`` for ``rank``, which is number ``position`` in this
-        process.
+        """Returns the handles that the program of ``rank`` takes for the variables ``nodes``, in order.
+
+        Args:
+          captured: the program's variables.
+          nodes: their handle nodes.
+          position: number of the rank among those of this process.
         """
         by_node = {c.node: c for c in captured}
         entries = [self._entries[id(by_node[n].handle)] for n in nodes]
@@ -379,8 +411,15 @@ class VariableStore:
         ]
 
     def check(self, context: Ranks, outside: ExternalUpdates | None, what: str = "wh.check_replicas()") -> int:
-        """Compares all copies, also of variables trained outside of programs, and returns how many. Collective between
+        """Compares all copies of replicated variables, including those trained outside of programs. Collective between
         processes.
+
+        Args:
+          outside: tracks the variables that no program uses; None: there are no other processes.
+          what: the call that asks for it, for messages.
+
+        Returns:
+          how many variables were compared.
 
         Raises:
           CommError: a rank's copy differs from the first rank's.
@@ -402,13 +441,12 @@ class VariableStore:
         only: Collection[int] | None = None,
         trainable: bool = False,
     ) -> Said:
-        """Describes the replicated variables of this rank, to compare copies.
+        """Describes this rank's replicated variables, to be compared with those of other ranks.
 
         Args:
-          outside: tracks the variables that no program uses.
-          only: numbers (``id``) of the handles to describe; None: all.
-          trainable: whether to describe trainable variables only. A rank may legitimately reset a metric that it
-              alone shows.
+          outside: tracks the variables that no program uses; None: these are left out.
+          only: ``id`` of each handle to describe; None: all.
+          trainable: whether to describe trainable variables only; a rank may reset a metric that it alone shows.
         """
         found: list[tuple[str, tf.Tensor | None, bool]] = []
         for key, e in self._entries.items():
@@ -420,31 +458,31 @@ class VariableStore:
         )
 
     def list_written(self, outside: ExternalUpdates) -> dict[int, str]:
-        """Returns the handles of replicated variables that were written to since the last step: id -> name."""
+        """Returns ``id`` of the handle -> name, for replicated variables that were written to since the last step."""
         known = {key: self._entries[key] for key in outside.written if key in self._entries and key not in self._homes}
         return {key: entry.name for key, entry in known.items() if entry.parts is None}
 
     def _find_entry_holders(self, entry: _Entry, context: Ranks) -> frozenset[int]:
-        """Returns the ranks with the present value of an entry."""
+        """Returns the ranks that have the present value of a variable."""
         home = self._homes.get(id(entry.handle))
         return frozenset(range(context.size)) if home is None or home.ranks is None else home.ranks
 
 
 def _refuse_other_layout(entry: _Entry | None, c: CapturedVariable, use: VariableUse | None) -> None:
-    """Raises PlanError for a variable that is split over the ranks of a stage, and used by other ranks."""
+    """Raises PlanError if a variable that is sharded over the ranks of a stage is used by other ranks."""
     if entry is not None and entry.parts is not None and entry.parts.group:
         if use is None or use.place != entry.parts.group:
             raise PlanError(
                 "a variable that is sharded over the ranks of a stage is used outside of it",
                 op=c.name,
-                given="memory.zero",
-                expected="steps with the same stages, or programs that do not use it",
+                given="memory.zero, which shards it over its stage, and a program that uses it on other ranks",
+                expected="steps with the same stages, or programs that do not use the variable",
                 action="leave memory.zero out, or use the variable under the same wh.stage",
             )
 
 
 def _make_one_part_tiles(c: CapturedVariable) -> Tiles:
-    """Returns tiles with a single part, which all ranks hold."""
+    """Returns tiles with a single part, which all ranks have."""
     return make_one_axis_tiles(shard(0, (int(c.variable.shape[0]),)))
 
 
@@ -453,12 +491,12 @@ def _count_bytes(variable: tf.Variable) -> int:
 
 
 def _is_untouched(now: tf.Tensor, left: tf.Tensor) -> bool:
-    """Tells whether a variable still holds the value that a step left: the same memory, or for small ones an equal
-    value.
+    """Returns True if a variable still holds the value that a step left: in the same memory, or for scalars and strings
+    an equal value.
     """
     if not now.shape.rank or now.dtype == tf.string:
         return bool(np.array_equal(now.numpy(), left.numpy()))
-    # While ``left`` is alive, no other value can lie where it does.
+    # While ``left`` is alive, no other value can have its address.
     addresses = [t._numpy_internal().__array_interface__["data"][0] for t in (now, left)]
     return addresses[0] == addresses[1]
 
@@ -477,7 +515,8 @@ def _compare(name: str, rank: int, first: np.ndarray, other: np.ndarray) -> None
 
 
 def agree_on_initials(new: Sequence[CapturedVariable], context: Ranks) -> list[DeferredInitial | None]:
-    """Returns the first rank's initial values of variables that are deferred there; None for initialised ones.
+    """Returns the first rank's initial values of new variables that are deferred there; None for those that have a
+    value. Collective between processes.
 
     Raises:
       CommError: a variable is restored from a checkpoint on the first rank only.
@@ -499,8 +538,8 @@ def agree_on_initials(new: Sequence[CapturedVariable], context: Ranks) -> list[D
                     "a variable is initialised from a checkpoint on some ranks only",
                     variable=c.name,
                     given=f"rank 0 restored it, rank {context.rank} did not",
-                    expected="the same on every rank",
-                    action="restore on every rank",
+                    expected="a variable that is restored on every rank, or on none",
+                    action="call restore at the same place on every rank",
                 )
     return firsts
 
@@ -520,14 +559,14 @@ def _decode_initial(said: Any) -> DeferredInitial | None:
 
 
 def broadcast_values(captured: Sequence[CapturedVariable], context: Ranks) -> None:
-    """Broadcasts the first rank's values into the variables, fused by element type."""
+    """Broadcasts the first rank's values into the variables, all of one dtype in one message."""
     ops = whale_ops.load_ops()
     comm = ops.whale_communicator(communicator=context.comm_name, rank=context.rank)
     by_dtype: dict[str, list[Any]] = {}
     for c in captured:
         by_dtype.setdefault(c.variable.dtype.name, []).append(c.variable)
     for dtype, variables in by_dtype.items():
-        if dtype == "string":  # of no fixed size, which no exchange of tensors sends
+        if dtype == "string":  # strings have no fixed size, so Whale's broadcast of tensors cannot send them
             _broadcast_texts(variables, context)
             continue
         values = ops.whale_broadcast(
@@ -543,7 +582,7 @@ def broadcast_values(captured: Sequence[CapturedVariable], context: Ranks) -> No
 
 
 def _broadcast_texts(variables: Sequence[tf.Variable], context: Ranks) -> None:
-    """Gives variables of text the first rank's values."""
+    """Broadcasts the first rank's values into variables of strings."""
     said = None if context.rank else pack([v.numpy() for v in variables])
     first = context.comms[0].broadcast_bytes("whale/first_values/string", said, 0, TURN_TIMEOUT_S)
     for variable, value in zip(variables, unpack(first)) if context.rank else ():
@@ -551,22 +590,22 @@ def _broadcast_texts(variables: Sequence[tf.Variable], context: Ranks) -> None:
 
 
 def find_given_tiles(captured: CapturedVariable) -> Tiles | None:
-    """Returns the tiles that the script sets for a variable; None: it sets none."""
+    """Returns the tiles that the script sets for a variable (``LayoutMap``); None: it sets none."""
     return getattr(captured.variable, "_whale_tiles", None)
 
 
 def refuse_other_tiles(
     captured: Iterable[CapturedVariable], known: Mapping[str, Tiles], planned: Mapping[str, Tiles]
 ) -> None:
-    """Refuses a plan under which a variable has another layout than the script sets.
+    """Raises an error if the plan gives a variable another layout than the script sets.
 
     Args:
-      known: the layouts that planning started from, by handle node. A variable that a program used before the script
-        set a layout is known by an earlier one, and keeps it.
-      planned: of the split variables.
+      known: handle node -> layout that planning started from. A variable that a program used before the script set its
+        layout has an earlier one here, and keeps it.
+      planned: handle node -> layout in the plan, of sharded variables.
 
     Raises:
-      PlanError: with the first such variable.
+      PlanError: names the first such variable.
     """
     for c in captured:
         given = find_given_tiles(c)
