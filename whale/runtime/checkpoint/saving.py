@@ -81,7 +81,7 @@ class Saving:
         if self._thread is not None:
             self._thread.join()
         elif self._folder is not None:
-            self._check_complete()
+            self._install()
         if self._error is not None:
             raise self._error
 
@@ -104,9 +104,9 @@ class Saving:
             if self._all_written.wait(pause_s):
                 break
         if not self._abandoned:
-            self._check_complete()
+            self._install()
 
-    def _check_complete(self) -> None:
+    def _install(self) -> None:
         assert self._folder is not None
         try:
             self._folder.install(self._temporary, self._parts, self._path)

@@ -26,7 +26,7 @@ def compute_device(config: Config, devices: Iterable[Any] | None = None) -> str:
     Raises:
       ConfigError: there is only one CPU device, whose memory is the host's.
     """
-    others = _list_host_devices(tf.config.list_logical_devices() if devices is None else devices)
+    others = _list_other_devices(tf.config.list_logical_devices() if devices is None else devices)
     if not others:
         raise ConfigError(
             "variables cannot be offloaded to the host's memory: the computing device is the host",
@@ -40,10 +40,11 @@ def compute_device(config: Config, devices: Iterable[Any] | None = None) -> str:
 
 def has_compute_device() -> bool:
     """Returns True if there is a GPU or a second logical CPU device, which has memory of its own for Whale."""
-    return bool(_list_host_devices(tf.config.list_logical_devices()))
+    return bool(_list_other_devices(tf.config.list_logical_devices()))
 
 
-def _list_host_devices(devices: Iterable[Any]) -> list[str]:
+def _list_other_devices(devices: Iterable[Any]) -> list[str]:
+    """Returns the names of the devices beside the host: GPUs, and all logical CPU devices but the first."""
     found = list(devices)
     processors = [d for d in found if d.device_type == "CPU"]
     gpus = [d for d in found if d.device_type == "GPU"]
