@@ -43,6 +43,7 @@ class Recording:
         self.first_s, self.first_wall_s = 0.0, 0.0
         self._calls: Counter[str] = Counter()
         self._owners: list[Any] = []
+        self._bases: tuple[type, ...] = ()  # of Keras, which makes such objects to see what attributes all have
         self._seen: dict[int, Any] = {}  # steps that have been called
         self._inside = 0  # of calls that are noted themselves
         self._timed = False
@@ -57,7 +58,8 @@ class Recording:
         """Notes what methods of models return, and which layers and optimizers there are."""
         for name in _METHODS:
             _wrap(keras.Model, name, functools.partial(self._method, name))
-        for owner in (keras.layers.Layer, keras.optimizers.Optimizer):
+        self._bases = (keras.layers.Layer, keras.optimizers.Optimizer)
+        for owner in self._bases:
             _wrap(owner, "__init__", self._owner)
 
     def watch_modules(self) -> None:
@@ -86,7 +88,9 @@ class Recording:
         return []
 
     def _owner(self, original: Callable[..., Any], owner: Any, *args: Any, **kwargs: Any) -> None:
-        if tf.executing_eagerly() and not any(owner is one for one in self._owners[-8:]):
+        # Saving makes such objects, and only the first rank saves.
+        is_base = type(owner) in self._bases
+        if tf.executing_eagerly() and not is_base and not any(owner is one for one in self._owners[-8:]):
             self._owners.append(owner)
         original(owner, *args, **kwargs)
 

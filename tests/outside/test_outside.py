@@ -24,7 +24,9 @@ def train(x):
         loss = tf.reduce_mean(layer(x) ** 2)
     optimizer.apply_gradients(zip(tape.gradient(loss, layer.trainable_variables), layer.trainable_variables))
     return {{"loss": loss}}
-if "whale" in sys.modules:
+if "whale" not in sys.modules:
+    keras.optimizers.Optimizer(0.1)  # as saving makes one, on the first rank only
+else:
     layer.build((None, 3))
     layer.kernel.assign(layer.kernel + {difference})
 for n in (4, 4, 3):

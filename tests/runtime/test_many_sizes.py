@@ -98,3 +98,21 @@ def test_sparse_operands_of_other_sizes_are_of_one_trace(ranks: Callable[..., No
     wanted = draw(tf.function)
     ranks(2, **{"batch.random": "global"})
     np.testing.assert_allclose(draw(wh.function), wanted, rtol=1e-6)
+
+
+def test_ragged_batches_of_other_rows_share_a_program(ranks: Callable[..., None]) -> None:
+    """The last batch of an epoch has one row: the program that all sizes share must not know that number."""
+    rows = ([3, 1, 4, 2], [2, 2, 1, 5], [1, 6, 2, 2], [3], [4, 1, 1, 3], [2, 5, 3, 1])
+
+    def draw(function: Callable[..., Any]) -> list[Any]:
+        @function(input_signature=(tf.RaggedTensorSpec([None, None], tf.float64),))
+        def step(values: Any) -> Any:
+            return tf.reduce_max(values, axis=1), tf.reduce_sum(values, axis=1)
+
+        batches = [tf.ragged.constant([[n / 7 + i for i in range(n)] for n in lengths], tf.float64) for lengths in rows]
+        return [found.numpy() for batch in batches for found in step(batch)]
+
+    wanted = draw(tf.function)
+    ranks(2)
+    for one, other in zip(draw(wh.function), wanted, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-12)

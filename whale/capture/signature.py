@@ -64,9 +64,23 @@ class Arguments:
             if leaf.composite is None:
                 filled.append(part[0])
             else:
-                filled.append(tf.nest.pack_sequence_as(leaf.composite, part, expand_composites=True))
+                kind = leaf.composite if all(map(_has_sizes, part)) else _without_sizes(leaf.composite)
+                filled.append(tf.nest.pack_sequence_as(kind, part, expand_composites=True))
         args, kwargs = tf.nest.pack_sequence_as(self.structure, filled)
         return tuple(args), dict(kwargs)
+
+
+def _has_sizes(tensor: Any) -> bool:
+    return bool(tf.TensorShape(tensor.shape).is_fully_defined())
+
+
+def _without_sizes(composite: Any) -> tf.TypeSpec:
+    """Returns the type of a ragged or sparse tensor without the sizes that it has in this call.
+
+    A trace that is not to know the sizes of its parts must not take the number of rows from the type either.
+    """
+    kind = composite if isinstance(composite, tf.TypeSpec) else tf.type_spec_from_value(composite)
+    return kind._with_tensor_ranks_only()
 
 
 def read_tracing_options(fn: Callable[..., Any]) -> dict[str, Any]:

@@ -47,7 +47,14 @@ from whale.runtime.compile.step import Step, are_steps_nested, captures_steps, c
 from whale.runtime.context import Context, find_running, require_current
 from whale.runtime.input.drawn import Source, batches_key, draw, reads_itself, sources
 from whale.runtime.input.local_batches import local_arguments
-from whale.runtime.input.traces import SharedTrace, Traces, are_processors, may_share_sizes, number_operations_anew
+from whale.runtime.input.traces import (
+    SharedTrace,
+    Traces,
+    are_processors,
+    is_finding_shapes,
+    may_share_sizes,
+    number_operations_anew,
+)
 from whale.runtime.taped_calls import TapedCalls, may_be_recorded
 from whale.runtime.variables.deferred import capturing
 from whale_ops.memory import trim
@@ -63,7 +70,6 @@ _OF_RUNS = (
     "_traces", "_inside", "_taped", "_called", "_steps", "_quick", "_sources", "_context", "_division", "_bound",
 )  # fmt: skip
 _TRACES_DATASETS = "tensorflow/python/data/ops/structured_function.py"
-_FINDS_SHAPES = ("scratch_graph", "keras_graph")
 
 
 class Function(polymorphic_function.Function, Generic[P, R]):  # type: ignore[misc]
@@ -543,11 +549,8 @@ def _is_graph_without_steps() -> bool:
     """Returns True if the graph under construction is one in which steps are plain functions: Keras finds shapes by it,
     or a dataset's function is traced.
     """
-    graph = tf.compat.v1.get_default_graph()
-    while graph is not None:
-        if any(name in getattr(graph, "name", "") for name in _FINDS_SHAPES):
-            return True
-        graph = getattr(graph, "outer_graph", None)
+    if is_finding_shapes():
+        return True
     frame = sys._getframe(1)
     while frame is not None:
         if frame.f_code.co_filename.replace("\\", "/").endswith(_TRACES_DATASETS):

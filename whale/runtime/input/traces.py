@@ -37,6 +37,7 @@ from whale.runtime.input.python_values import PythonValues
 _DIGITS = 8
 _FIRST = 200  # priority of a variable creator that is called before the script's own
 _SEEDS_OF_GRAPHS = random_seed._graph_to_seed_dict
+_FINDS_SHAPES = ("scratch_graph", "keras_graph")  # in the names of graphs
 
 # Of the present trace: the list of values drawn so far, and when it is traced again, an iterator over those to reuse.
 _drawing: ContextVar[tuple[list[Any], Iterator[Any] | None] | None] = ContextVar("_drawing", default=None)
@@ -180,15 +181,28 @@ def _keep_nested_apart() -> None:
 def once_in_a_trace(draw: Callable[[], Any]) -> Any:
     """Returns ``draw()``; when a program is traced again for other sizes, returns the values that the first trace got
     instead.
+
+    What is drawn in a graph that only finds shapes belongs to no program: Keras makes such graphs again when a batch of
+    another size comes, and one process, whose trace serves all sizes, does not.
     """
     tracing = _drawing.get()
-    if tracing is None:
+    if tracing is None or is_finding_shapes():
         return draw()
     drawn, again = tracing
     for known in again or ():
         return known
     drawn.append(draw())
     return drawn[-1]
+
+
+def is_finding_shapes() -> bool:
+    """Returns True if Keras made the default graph, or one around it, to find shapes of layers: it is never run."""
+    graph = tf.compat.v1.get_default_graph()
+    while graph is not None:
+        if any(name in getattr(graph, "name", "") for name in _FINDS_SHAPES):
+            return True
+        graph = getattr(graph, "outer_graph", None)
+    return False
 
 
 @contextmanager
