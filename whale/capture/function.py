@@ -90,8 +90,7 @@ def trace_function(
       around: context manager that is entered around the trace, and again around each run of ``fn`` within the trace. If
         ``fn`` creates variables, it runs several times.
       shapes: shapes of the tensors among the arguments, in flat order, with None for sizes that the trace must not
-        know.
-        None: the shapes of the arguments.
+        know. None: the shapes of the arguments.
 
     Raises:
       CaptureError: the shape of an argument is not fully known, a created variable has no initial value that Whale can

@@ -104,8 +104,7 @@ def flatten_arguments(
 
     Raises:
       CaptureError: a tensor's shape is not fully known, ``fn`` does not take such arguments, or an argument does not
-        fit
-        ``signature``.
+        fit ``signature``.
     """
     try:
         bound = inspect.signature(fn).bind(*args, **kwargs)
@@ -118,7 +117,7 @@ def flatten_arguments(
             op=getattr(fn, "__name__", repr(fn)),
             given=str(error),
             expected="the arguments that the function's parameters name",
-            action="correct the call of the step",
+            action="pass the arguments that the function's signature has",
         ) from error
     positional, keywords = list(bound.args), dict(bound.kwargs)
     names = list(bound.signature.parameters)
