@@ -63,7 +63,7 @@ class Ranks:
 
     @property
     def is_elastic(self) -> bool:
-        """Returns True if this rank goes on when others are lost; a subclass implements it."""
+        """Returns True if the run goes on without lost ranks; a subclass implements it."""
         return False
 
     def retry_after_loss(self, call: Callable[[], _T]) -> _T:
