@@ -28,7 +28,8 @@ _Apply = Callable[..., Any]
 def patch_gradients() -> None:
     """Patches tf.gradients, and ``apply_gradients`` of all tf.compat.v1 optimizers, for EPL scripts; once per process.
 
-    Gradients and updates then belong to no scope that happens to be open where the script builds them.
+    A scope (``with epl.replicate(...)``) that is open where the script calls these does not apply to what they build: a
+    gradient belongs to the task graph of its forward op, an update to none.
     """
     if hasattr(gradients_util, "_whale_epl"):
         return

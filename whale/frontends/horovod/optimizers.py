@@ -66,7 +66,7 @@ def DistributedOptimizer(
             "backward_passes_per_step has to be positive",
             given=f"backward_passes_per_step={backward_passes_per_step}",
             expected="1 or more",
-            action="correct backward_passes_per_step, or leave it out",
+            action="pass 1 or more as backward_passes_per_step, or leave it out",
         )
     if hasattr(optimizer, _MARK):
         raise ProgramError(
