@@ -250,7 +250,13 @@ def _read_events(trace: str) -> Iterator[dict[str, Any]]:
 
 
 def _encode_entry(at: int, key: int, name: str) -> bytes:
-    """Encodes an entry of a protobuf map from a number to a message that holds the same number and a name."""
+    """Encodes an entry of a protobuf map from a number to a message that holds the same number and a name.
+
+    Args:
+        at: field number of the map.
+        key: the number.
+        name: the name.
+    """
     return _encode_message(
         at, _encode_number(1, key) + _encode_message(2, _encode_number(1, key) + _encode_string(2, name))
     )
@@ -271,7 +277,7 @@ def _encode_field(number: int, kind: int, payload: bytes) -> bytes:
 
 
 def _encode_number(at: int, value: int) -> bytes:
-    """Encodes a protobuf field that holds a non-negative integer."""
+    """Encodes the protobuf field with number `at`, which holds a non-negative integer."""
     return _encode_field(at, _VARINT, _encode_varint(value))
 
 
