@@ -276,8 +276,15 @@ def _list_dims(shapes: Sequence[tf.TensorShape]) -> list[Any]:
 def _loosen_loop_shapes(
     graph: tf.Graph, node: Any, op: tf.Operation, recorded: Sequence[tf.TensorShape], results: Results
 ) -> list[tf.TensorShape]:
-    """Returns the loop's output shapes, with dimensions unknown in which one iteration of the body returns another
-    size.
+    """Returns new output shapes of a While op: in dimensions whose size an iteration of the body changes, the size
+    becomes unknown.
+
+    Args:
+      graph: the latest import of the graph.
+      node: the loop's NodeDef.
+      op: the loop's operation in ``graph``.
+      recorded: the output shapes that the node recorded when it was built.
+      results: as for ``import_settled``.
     """
     arguments = [i if i.dtype in (tf.resource, tf.variant) else o for i, o in zip(op.inputs, op.outputs, strict=True)]
     returned = results(graph, node.attr["body"].func.name, arguments)
@@ -291,7 +298,16 @@ def _loosen_loop_shapes(
 def _merge_branch_shapes(
     graph: tf.Graph, node: Any, op: tf.Operation, recorded: Sequence[tf.TensorShape], results: Results
 ) -> list[tf.TensorShape]:
-    """Returns, for each output of a branch node, the most specific shape that all its branches are compatible with."""
+    """Returns, for each output of a branch node (If, Case), the most specific shape that fits the results of all
+    branches.
+
+    Args:
+      graph: the latest import of the graph.
+      node: the NodeDef.
+      op: the operation in ``graph``.
+      recorded: the output shapes that the node recorded when it was built.
+      results: as for ``import_settled``.
+    """
     if "branches" in node.attr:
         names = [f.name for f in node.attr["branches"].list.func]
     else:

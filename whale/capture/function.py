@@ -387,8 +387,8 @@ def _add_constants(program: Program, constants: Mapping[str, tf.Tensor]) -> Prog
 
 @contextmanager
 def _trace_element_loops() -> Iterator[None]:
-    """Makes AutoGraph trace ``for`` loops over datasets and iterators with ``_loop`` of this module inside of the
-    context.
+    """Makes AutoGraph trace ``for`` loops over datasets and iterators, inside of the context, as this module's
+    ``_loop`` does (see the head of the module).
     """
     known = control_flow.for_loop_registry._registry
     usual = {kind: known[kind] for kind in _KINDS}

@@ -258,8 +258,11 @@ class GraphCapture:
                 )
 
     def _list_variables(self, nodes: Sequence[str]) -> list[CapturedVariable]:
-        """Returns the variables of these VarHandleOps. A variable's name is its ``shared_name``, or else the node's
-        name.
+        """Returns the variables that the program reads or writes. A variable's name is its ``shared_name``, or else its
+        node's name.
+
+        Args:
+          nodes: names of the VarHandleOps of the captured part.
         """
         known = {}
         for key in (tf.compat.v1.GraphKeys.GLOBAL_VARIABLES, tf.compat.v1.GraphKeys.LOCAL_VARIABLES):
@@ -292,8 +295,13 @@ class GraphCapture:
         return made
 
     def _find_typed_as_built(self, fed: Mapping[str, Dims]) -> _TypedGraph | None:
-        """Returns the user's graph itself if all feeds are placeholders with static shapes; None if an import is
-        needed.
+        """Returns the user's graph itself, if its shapes hold for this capture because all feeds are placeholders with
+        static shapes.
+
+        Returns None if the graph has to be imported with placeholders of the fed shapes.
+
+        Args:
+          fed: name of each fed tensor -> its shape.
         """
         found = {}
         for name, shape in fed.items():

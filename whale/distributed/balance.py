@@ -195,11 +195,14 @@ class Balance:
         self._told: set[str] = set()  # why ranks keep their rows
 
     def take_over(self, histories: Sequence[BalanceHistory]) -> None:
-        """Continues with the history of the rank that took part in most comparisons, after the set of ranks has
-        changed.
+        """Continues, after the set of ranks has changed, with the history of the rank that took part in most
+        comparisons.
 
-        A rank that joins or returns may lack the last comparison. The step time before the change is dropped, since
-        other ranks take other times.
+        A rank that joins or returns may lack the last comparison. `before_s` is dropped, since steps take another time
+        with other ranks.
+
+        Args:
+          histories: the history of each rank, by rank.
         """
         self.history = replace(max(histories, key=lambda one: one.looks), before_s=0.0)
 
@@ -259,7 +262,12 @@ class Balance:
         return decided
 
     def _check_stages(self, watched: WatchedSteps, step_s: float) -> tuple[tuple[int, ...], str]:
-        """Returns ((), a sentence for the log) if pipeline stages are to be planned again, else ((), "")."""
+        """Decides whether pipeline stages are planned again; returns ((), a sentence for the log) if so, else ((), "").
+
+        Args:
+          watched: the timer of the program's steps.
+          step_s: the mean step time of the slowest rank since the last comparison.
+        """
         twice, watched.least_s = bool(watched.found), min(watched.least_s, step_s)
         watched.longer = 1 - watched.least_s / step_s
         watched.found = (1,) if step_s > self.history.slower * watched.least_s else ()

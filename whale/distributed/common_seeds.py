@@ -236,7 +236,12 @@ class CommonSeeds:
             tf_ctx._seed = None
 
     def _get_seed(self, seed: Any) -> tuple[tf.Tensor, tf.Tensor]:
-        """Returns the pair of seeds for a tf.data dataset that draws; replaces tf.data's own function."""
+        """Returns the pair of seeds for a tf.data dataset that draws, such as a shuffle; replaces tf.data's own
+        function.
+
+        Args:
+          seed: the seed that the script has given; None: none.
+        """
         if seed is not None or tf_context.global_seed() is not None or not tf.executing_eagerly():
             return self._original(seed)  # type: ignore[no-any-return]
         drawn = self.draw()

@@ -159,8 +159,13 @@ class StepTimes:
             self._steps_s.append(took_s)
 
     def weigh(self, steps_left: int | None) -> tuple[float, float] | None:
-        """Returns (seconds that all remaining steps take, seconds that a change of ranks takes); None if that is
-        unknown.
+        """Returns what ``is_worthwhile`` compares: (seconds that all remaining steps take, seconds that a change of
+        ranks takes).
+
+        Returns None if no step has been timed, or the number of remaining steps is unknown.
+
+        Args:
+          steps_left: number of steps that the script still has to take; None: unknown.
         """
         if steps_left is None or not self._steps_s:
             return None

@@ -70,8 +70,9 @@ class Ranks:
         """Calls a function that communicates and returns its result; an elastic run calls it again after a loss of
         ranks.
 
-        The result must be something that ``msgpack_values.pack`` takes, because a rank that already has it sends it to
-        the others.
+        Args:
+          call: the function. Its result must be something that ``msgpack_values.pack`` takes, because a rank that
+            already has the result sends it to the others.
         """
         return call()
 

@@ -218,6 +218,11 @@ def find_path(asked: str, place: ProcessPlace, run: int) -> Path:
 
     For "trace.json": ``trace.json`` with one process, ``trace.rank1.json`` with several, ``trace.run2.json`` if Whale
     was started a second time.
+
+    Args:
+      asked: the value of ``debug.trace``.
+      place: the place of this process among the ranks.
+      run: number of times that Whale was started in this process, from 1.
     """
     path = Path(asked)
     rank = f".rank{place.rank}" if place.size > 1 else ""

@@ -70,6 +70,10 @@ def _find_share(losses: Any, variables: Any) -> float:
 
     For a mean over rows it is 1. For a sum over rows it is 1 / replicas. If the loss cannot be classified, rank 0 logs
     a warning once, and the factor is 1.
+
+    Args:
+      losses: what the script differentiates, the argument ``ys`` of tf.gradients.
+      variables: the argument ``xs``; for anything but variables the factor is 1.
     """
     env, layout = Env.get(), Graph.get().layout
     copies = layout.replicas * layout.batches.turns

@@ -124,6 +124,11 @@ def _list_ranks_in_order(
     """Returns the ranks of each replica of each task graph, with consecutive ranks for one replica of the model.
 
     E.g. task graphs of 1 and 2 devices on 6 ranks: ``{0: ((0,), (3,)), 1: ((1, 2), (4, 5))}``.
+
+    Args:
+      apart: indices of the task graphs that have ranks of their own.
+      graphs: all task graphs.
+      size: number of ranks.
     """
     counts = [graphs[k].count or 1 for k in apart]
     if size == 1:

@@ -359,5 +359,10 @@ def _find_keras_function(module: str, name: str) -> Any:
 
 
 def _find_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns those values of a callback that have changed since this process took its first step."""
+    """Returns the values of a callback that have changed since this process took its first step.
+
+    Args:
+      before: the callback's values, by name of the attribute, before that step.
+      now: its present values.
+    """
     return {name: value for name, value in now.items() if name not in before or pack(before[name]) != pack(value)}

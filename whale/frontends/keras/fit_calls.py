@@ -88,6 +88,11 @@ def _begin_together(
 ) -> Callable[[], None]:
     """Checks that all ranks make the same call, and exchanges the paths to which their callbacks write; collective.
 
+    Args:
+      original: the Keras method that is called.
+      given: its arguments.
+      context: the run.
+
     Returns:
       A function to call at the end, which links rank 0's files into this rank's folders.
     """

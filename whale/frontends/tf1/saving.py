@@ -243,6 +243,7 @@ def _list_parts(key: str, spec: str, name: str, held: SessionVariables) -> list[
       key: name in the checkpoint.
       spec: the slice of ``key`` that the variable is; "" if it is all of it.
       name: name of the variable.
+      held: the session's variables.
     """
     initial = held.find_deferred(name)
     if initial is not None:
@@ -278,8 +279,12 @@ def _list_parts(key: str, spec: str, name: str, held: SessionVariables) -> list[
 
 
 def _format_slice(spec: str, region: Region, shape: tuple[int, ...]) -> str:
-    """Returns the slice spec of a variable's region in the checkpoint; the variable may itself be a slice of a tensor
-    there.
+    """Returns the slice spec, as SaveV2 takes it, of a region of a variable in the checkpoint.
+
+    Args:
+      spec: the slice of a larger tensor of the checkpoint that the variable itself is; "" if it is a whole tensor.
+      region: the region within the variable.
+      shape: the variable's shape.
     """
     if not spec:
         return format_spec(region, shape)

@@ -179,6 +179,9 @@ class SessionVariables:
     def move_to_layouts(self, wanted: Mapping[str, Layout]) -> list[str]:
         """Moves variables to the layouts that a run needs. Collective between processes if some layouts change.
 
+        Args:
+          wanted: what ``find_wanted_layouts`` returned for the run.
+
         Returns:
           Names of variables that were sharded or offloaded for the first time; runs that use them should be planned
           again.
@@ -385,7 +388,12 @@ class VariableSharding:
 
 
 def _find_sharding(use: VariableUse, size: int) -> VariableSharding:
-    """Returns the sharding that a run of ``size`` ranks needs for a variable."""
+    """Returns the sharding that a run needs for a variable.
+
+    Args:
+      use: the ranks on which the run's plan uses the variable, and its tiles.
+      size: number of ranks of the run.
+    """
     if use.tiles is None:
         return VariableSharding(use.ranks)
     order = use.place or tuple(range(size))

@@ -77,7 +77,9 @@ class Ending:
         return [self.give_up_s, *(when_s for when_s, _ in self._due)]
 
     def stop(self, number: int) -> None:
-        """Handles a signal that the launcher received: passes it on to the ranks, and kills them at the second one."""
+        """Handles a signal (by its number) that the launcher received: passes it on to the ranks, and kills them at the
+        second one.
+        """
         if self.stopped_by is not None:
             self._signal_ranks(signal.SIGKILL)
             return

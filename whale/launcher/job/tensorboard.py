@@ -282,10 +282,10 @@ def _encode_number(at: int, value: int) -> bytes:
 
 
 def _encode_message(number: int, payload: bytes) -> bytes:
-    """Encodes a protobuf field that holds a message or bytes."""
+    """Encodes the protobuf field with this number, which holds a message or bytes."""
     return _encode_field(number, _BYTES, _encode_varint(len(payload)) + payload)
 
 
 def _encode_string(number: int, content: str) -> bytes:
-    """Encodes a protobuf field that holds a string."""
+    """Encodes the protobuf field with this number, which holds a string."""
     return _encode_message(number, content.encode(errors="replace"))
