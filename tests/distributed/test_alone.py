@@ -182,4 +182,4 @@ def test_scopes_of_a_script_that_never_starts_whale_are_an_error(launcher: Launc
     file.write_text('{"dense": {"split": {}}}')
     done = launcher.run("-np", "2", "--annotate", str(file), launcher.script("print(1)"), timeout_s=600)
     assert done.returncode == 2, done.stderr
-    assert f"nothing came of WHALE_MESH_ANNOTATIONS={file}; call wh.init() at the script's beginning" in done.stderr
+    assert f"without effect of WHALE_MESH_ANNOTATIONS={file}; call wh.init() at the script's beginning" in done.stderr

@@ -1,6 +1,7 @@
 """Decodes the attributes of a NodeDef to plain Python values (``whale.ir.values``), each one when it is first read.
 
-The module also defines the attribute names by which Whale marks TensorFlow nodes, e.g. as part of the backward pass.
+The module also defines marks: boolean attributes such as ``_whale_backward``, which Whale sets on TensorFlow nodes
+while a step is traced (e.g. on nodes of the backward pass), and which become the ``marks`` of the program's nodes.
 """
 
 from __future__ import annotations
@@ -41,16 +42,17 @@ _KEPT_INTERNAL = frozenset(
 
 
 def mark_attributes(mark: str) -> dict[str, Any]:
-    """Returns the attributes to set on a TensorFlow node so that it carries a mark: AttrValue protos by attribute name.
+    """Returns the attributes (name -> AttrValue proto) that set a mark on TensorFlow nodes, for
+    ``tf.Graph._attr_scope``.
 
     Args:
-      mark: one of the attribute names of this module, such as ``BACKWARD``.
+      mark: an attribute name that this module defines for a mark, such as ``BACKWARD``.
     """
     return {key: AttrValue(b=True) for key in (MARKED, mark)}
 
 
 def read_marks(attrs: Any) -> Marks:
-    """Returns the marks that a TensorFlow node carries.
+    """Returns the marks (see the head of this module) that are set on a TensorFlow node, as ``whale.ir.marks.Marks``.
 
     Args:
       attrs: the node's attribute map, ``NodeDef.attr``.
@@ -152,12 +154,12 @@ def _decode_value(value: Any) -> Any:
 
 
 class NodeAttrs(Mapping[str, Any]):
-    """Maps the attribute names of a NodeDef to decoded values.
+    """Maps the attribute names of a NodeDef to decoded values; it is the ``attrs`` of a captured program's node.
 
-    Attributes are decoded at the first access of any of them, values of more than 64 bytes only when they are read
-    themselves. Attributes that begin with "_" are left out, unless they change what the node computes. The NodeDef
-    belongs to the graph that it was read from and must not be changed. Nodes with equal small attributes share one
-    decoded dict.
+    Decoding is lazy: the first access to any attribute decodes all that are small, and a value of more than 64 bytes is
+    decoded when it is itself read. Attributes that begin with "_" are left out, unless they change what the node
+    computes. The NodeDef belongs to the graph that it was read from and must not be changed. Nodes with equal small
+    attributes share one decoded dict.
     """
 
     __slots__ = ("_known", "node_def")
@@ -168,10 +170,10 @@ class NodeAttrs(Mapping[str, Any]):
 
     @property
     def shared(self) -> SharedAttrs | None:
-        """Returns the decoded dict that nodes with equal attributes share, or None.
-
-        None means that a value has more than 64 bytes; such attributes belong to one node. Passes cache by the dict's
+        """Returns the decoded dict that nodes with equal attributes share, so that passes can cache results by its
         identity.
+
+        Returns None if a value has more than 64 bytes, since such attributes are not shared between nodes.
         """
         known = self._decode_all()
         return None if known.large else known

@@ -24,7 +24,8 @@ _HANDLES = (tf.resource, tf.variant)
 
 @dataclass(frozen=True, slots=True)
 class Body:
-    """Represents a function as a graph, with static shapes for one call.
+    """Holds a function of a graph's library as a graph of its own, with the static shapes of one call; ``load_body``
+    creates it.
 
     Attributes:
       graph: the graph of the function's nodes.
@@ -211,18 +212,19 @@ def _list_callees(graph_def: Any, library: Mapping[str, Any]) -> list[str]:
 
 
 def import_settled(graph_def: Any, imported: Callable[[], tf.Graph], results: Results) -> tf.Graph:
-    """Imports ``graph_def`` again and again until the shapes of its loops and branches no longer change.
+    """Imports ``graph_def`` repeatedly, until the shapes of its loops and branches no longer change.
 
-    A While or If node records the shapes that its outputs had when it was built. After the import with other
-    placeholders these shapes are too loose. Each loop is first assumed to keep the shapes of its inputs. If the body,
-    with arguments of these shapes, returns another size in some dimension, that dimension becomes unknown. A branch
-    node gets the shapes on which all its branches agree. The process ends: shapes of loops only get looser, and between
-    two such changes the branches settle in the order in which they depend on each other.
+    A While or If node records the shapes that its outputs had when it was built, which are too loose for placeholders
+    of smaller or better known shapes. Each loop is first assumed to keep the shapes of its inputs. If its body, with
+    arguments of these shapes, returns another size in some dimension, that dimension becomes unknown. A branch node
+    gets the most specific shapes that all its branches fit. This ends, because shapes of loops only get looser, and
+    between two such changes the branches settle in the order in which they depend on each other.
 
     Args:
-      graph_def: the graph to import; the shapes that its loops and branches record are changed.
-      imported: imports ``graph_def`` as it is now into a new graph.
-      results: returns the results of a function of the library for given arguments, with their shapes.
+      graph_def: the graph to import; the shapes that its loops and branches record are overwritten.
+      imported: called for each import: imports the present ``graph_def`` into a new graph and returns that graph.
+      results: ``results(graph, name, arguments)`` returns the output tensors, with their shapes, of library function
+        ``name`` for these arguments.
 
     Returns:
       The graph of the last import.
@@ -274,8 +276,15 @@ def _list_dims(shapes: Sequence[tf.TensorShape]) -> list[Any]:
 def _loosen_loop_shapes(
     graph: tf.Graph, node: Any, op: tf.Operation, recorded: Sequence[tf.TensorShape], results: Results
 ) -> list[tf.TensorShape]:
-    """Returns the loop's output shapes, with dimensions unknown in which one iteration of the body returns another
-    size.
+    """Returns new output shapes of a While op: in dimensions whose size an iteration of the body changes, the size
+    becomes unknown.
+
+    Args:
+      graph: the latest import of the graph.
+      node: the loop's NodeDef.
+      op: the loop's operation in ``graph``.
+      recorded: the output shapes that the node recorded when it was built.
+      results: as for ``import_settled``.
     """
     arguments = [i if i.dtype in (tf.resource, tf.variant) else o for i, o in zip(op.inputs, op.outputs, strict=True)]
     returned = results(graph, node.attr["body"].func.name, arguments)
@@ -289,7 +298,16 @@ def _loosen_loop_shapes(
 def _merge_branch_shapes(
     graph: tf.Graph, node: Any, op: tf.Operation, recorded: Sequence[tf.TensorShape], results: Results
 ) -> list[tf.TensorShape]:
-    """Returns, for each output of a branch node, the most specific shape that all its branches are compatible with."""
+    """Returns, for each output of a branch node (If, Case), the most specific shape that fits the results of all
+    branches.
+
+    Args:
+      graph: the latest import of the graph.
+      node: the NodeDef.
+      op: the operation in ``graph``.
+      recorded: the output shapes that the node recorded when it was built.
+      results: as for ``import_settled``.
+    """
     if "branches" in node.attr:
         names = [f.name for f in node.attr["branches"].list.func]
     else:
@@ -305,8 +323,13 @@ def _merge_branch_shapes(
 
 
 def _merge_recorded(shape: tf.TensorShape | None, recorded: tf.TensorShape) -> tf.TensorShape:
-    """Returns an inferred shape with the sizes added that the node recorded when it was built; unchanged if the two
-    differ.
+    """Fills unknown sizes of an inferred shape from the shape that the node recorded when it was built.
+
+    Returns the inferred shape unchanged if the two contradict each other.
+
+    Args:
+      shape: the inferred shape; None: nothing was inferred.
+      recorded: the shape that the node recorded.
     """
     shape = tf.TensorShape(None) if shape is None else shape
     return shape.merge_with(recorded) if shape.is_compatible_with(recorded) else shape

@@ -35,8 +35,7 @@ class Traced:
     Attributes:
       inputs: names of the Placeholder nodes that take the caller's tensors, in flat order.
       captures: other tensors that have to be passed at each call (tables, iterators, variants, constants too large for
-        a
-        GraphDef), as (name of the Placeholder node, tensor).
+        a GraphDef), as (name of the Placeholder node, tensor).
       variables: the program's variables, in its order.
       function: the traced ConcreteFunction; None for a v1 graph.
       structured_outputs: what the user's function returned in the trace, with tensors of the trace as leaves.

@@ -98,8 +98,8 @@ class CreatedVariables:
 
         Raises:
           CaptureError: a variable created in a nested function, loop or branch is still uninitialised; or an initial
-            value
-            depends on the call, and TensorFlow traced the function again and dropped the trace with the assignment.
+            value depends on the call, and TensorFlow traced the function again and dropped the trace with the
+            assignment.
         """
         for variable in self._inside:
             if isinstance(variable, UnliftedInitializerVariable):

@@ -90,8 +90,7 @@ def trace_function(
       around: context manager that is entered around the trace, and again around each run of ``fn`` within the trace. If
         ``fn`` creates variables, it runs several times.
       shapes: shapes of the tensors among the arguments, in flat order, with None for sizes that the trace must not
-        know.
-        None: the shapes of the arguments.
+        know. None: the shapes of the arguments.
 
     Raises:
       CaptureError: the shape of an argument is not fully known, a created variable has no initial value that Whale can
@@ -388,8 +387,8 @@ def _add_constants(program: Program, constants: Mapping[str, tf.Tensor]) -> Prog
 
 @contextmanager
 def _trace_element_loops() -> Iterator[None]:
-    """Makes AutoGraph trace ``for`` loops over datasets and iterators with ``_loop`` of this module inside of the
-    context.
+    """Makes AutoGraph trace ``for`` loops over datasets and iterators, inside of the context, as this module's
+    ``_loop`` does (see the head of the module).
     """
     known = control_flow.for_loop_registry._registry
     usual = {kind: known[kind] for kind in _KINDS}

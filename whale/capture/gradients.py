@@ -97,7 +97,12 @@ def find_scope(op: tf.Operation) -> str:
 def _find_call_scope(op_name: str, inputs: Sequence[Any], outputs: Sequence[Any]) -> Any:
     """Returns the scope attribute of the forward op that a tape differentiates; None if the op is not found.
 
-    The tape passes the op's type and tensors instead of the op. Tensors that the gradient does not need are None.
+    The tape does not pass the op itself, so it is looked up by its type among the producers and consumers of its
+    tensors.
+
+    Args:
+      op_name: type of the op.
+      inputs, outputs: its tensors; None in place of those that the gradient does not need.
     """
     for output in outputs or ():
         if _is_graph_tensor(output) and output.op.type == op_name:

@@ -26,8 +26,10 @@ PURE_READS = READS | {"Placeholder", "VarHandleOp"}
 
 @cache
 def find_op_facts(op: str) -> tuple[bool, tuple[str, ...]] | None:
-    """Returns (whether an op type is stateful, names of its attributes that hold functions); None if it is not
-    registered.
+    """Looks up an op type in TensorFlow's registry.
+
+    Returns:
+      (whether the op is stateful, names of its attributes that hold functions); None if the op type is not registered.
     """
     op_def = op_def_registry.get(op)
     if op_def is None:
@@ -81,7 +83,7 @@ def _make_ref(tensor: tf.Tensor) -> Ref:
 
 
 class _Builder:
-    """Converts one graph, and the functions that it calls, to programs."""
+    """Converts one graph, and the functions that it calls, to programs; ``read_graph`` creates one for each graph."""
 
     def __init__(self, graph: tf.Graph) -> None:
         self.graph_def = graph.as_graph_def()
@@ -368,7 +370,9 @@ def _sort_nodes(nodes: Mapping[str, Node]) -> tuple[Node, ...]:
 
 
 def _remove_dead(program: Program) -> Program:
-    """Removes nodes that nothing needs any more (whale.ir.program.prune would decode every attribute)."""
+    """Removes nodes that neither outputs nor effects need any more; unlike whale.ir.program.prune, it decodes no
+    attributes.
+    """
     by_name = program.by_name
     needed: set[str] = set()
     stack = [r.node for r in program.outputs] + list(program.effects) + list(program.inputs)

@@ -4,11 +4,12 @@ Gradients are linear in the seed with which a tape or tf.gradients starts. With 
 and the gradients divided by it, the result is the same, but intermediate values are large enough for float16. Source:
 Micikevicius et al., "Mixed precision training", ICLR 2018, section 3.2.
 
-Unscaled gradients carry the mark `UNSCALED`, by which whale.passes.normalize.loss_scaling finds them. The node that
-stands for "all gradients are finite" carries the mark `ALL_FINITE`, until that pass replaces it.
+The nodes that output unscaled gradients are given the attribute `UNSCALED` (see whale.capture.attrs), by which the pass
+whale.passes.normalize.loss_scaling finds them. The node that stands for "all gradients are finite" is given the
+attribute `ALL_FINITE`, until that pass replaces it.
 
 In a step of ``wh.function`` the scale is a variable (``LossScale``). In a version 1 graph it is a placeholder that the
-session feeds, 1 by default (``LossScaleFeed``): scripts would have to initialise and restore another variable.
+session feeds, 1 by default (``LossScaleFeed``), since scripts would have to initialise and restore a variable.
 """
 
 from __future__ import annotations
@@ -57,7 +58,8 @@ class LossScale:
     def update(self) -> None:
         """Adds the update of the loss scale to the graph being traced, if this graph computes gradients.
 
-        Whether all gradients are finite is a stand-in here, ``is_finite(scale)`` marked `ALL_FINITE`. The pass
+        The update depends on whether all gradients are finite. Which gradients there are is not known yet, so
+        ``is_finite(scale)`` with the attribute `ALL_FINITE` stands in, and the pass
         ``whale.passes.normalize.loss_scaling`` replaces it by the test of all gradients.
         """
         if not any(UNSCALED in op.node_def.attr for op in tf.compat.v1.get_default_graph().get_operations()):

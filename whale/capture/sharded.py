@@ -32,8 +32,7 @@ class ShardedTensor:
 
     Attributes:
       source: where ``local`` was read: (iterator, number of the batch, number of the leaf in the batch's structure).
-        None
-        if it cannot be read again.
+        None if it cannot be read again.
 
     Raises:
       ProgramError: ``local`` does not have ``sizes[rank]`` rows.
@@ -48,7 +47,7 @@ class ShardedTensor:
                 "a rank's part of a batch has another number of rows than its share",
                 given=f"{dims[0]} rows on rank {rank}",
                 expected=f"{sizes[rank]} rows: the rows per rank of the global batch are {list(sizes)}",
-                action="pass each rank as many rows as its share has",
+                action="let wh.shard divide the batches, or pass as many rows on each rank as the list says",
             )
         self.local, self.sizes, self.rank = local, sizes, rank
         self.source: tuple[Any, int, int] | None = None
@@ -178,8 +177,7 @@ class IteratorReads:
 
         Raises:
           ProgramError: the step reads iterators both in its own graph and in a loop, branch or nested function; or it
-            reads
-            one there that has no ``usual``.
+            reads one there that has no ``usual``.
         """
         if self.inside or tf.compat.v1.get_default_graph() is not self._graph:
             if self.iterators or usual is None:

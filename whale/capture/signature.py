@@ -24,10 +24,13 @@ _TENSORS = (tf.Tensor, tf.TensorSpec, np.ndarray, np.generic, ShardedTensor)
 
 @dataclass(frozen=True, slots=True)
 class _Slot:
-    """Stands in a flat list of arguments for tensors ``first`` to ``first + count - 1`` of ``Arguments.tensors``.
+    """Marks, in ``Arguments.leaves``, the position of one tensor argument: its values are the tensors ``first`` to
+    ``first + count - 1`` of ``Arguments.tensors``.
 
     Attributes:
-      composite: the composite tensor (RaggedTensor, SparseTensor) whose parts they are; None for one plain tensor.
+      first: index of the argument's first tensor.
+      count: number of its tensors: 1, or the number of components of a composite tensor.
+      composite: the RaggedTensor or SparseTensor that was passed; None for a plain tensor.
     """
 
     first: int
@@ -37,14 +40,14 @@ class _Slot:
 
 @dataclass(frozen=True, slots=True)
 class Arguments:
-    """Holds the arguments of a call, split into tensors and other Python values.
+    """Holds the arguments of a call, split into tensors and other Python values; ``flatten_arguments`` creates it.
 
     Attributes:
       tensors: tensors, arrays, TensorSpecs and ShardedTensors, in the order of the parameters.
       names: a unique, readable name for each of ``tensors``, made of parameter names and dict keys.
-      key: equal for two calls if the same trace serves both.
+      key: hashable; two calls with equal keys can use the same trace.
       structure: the (args, kwargs) of the call.
-      leaves: its flat leaves, with a ``_Slot`` in place of each tensor.
+      leaves: the flat leaves of ``structure``, with a ``_Slot`` in place of each tensor.
     """
 
     tensors: tuple[Any, ...]
@@ -118,8 +121,7 @@ def flatten_arguments(
 
     Raises:
       CaptureError: a tensor's shape is not fully known, ``fn`` does not take such arguments, or an argument does not
-        fit
-        ``signature``.
+        fit ``signature``.
     """
     try:
         bound = inspect.signature(fn).bind(*args, **kwargs)
@@ -132,7 +134,7 @@ def flatten_arguments(
             op=getattr(fn, "__name__", repr(fn)),
             given=str(error),
             expected="the arguments that the function's parameters name",
-            action="correct the call of the step",
+            action="pass the arguments that the function's signature has",
         ) from error
     positional, keywords = list(bound.args), dict(bound.kwargs)
     names = list(bound.signature.parameters)
@@ -240,7 +242,14 @@ def _make_mismatch_error(path: str, given: object, expected: object) -> CaptureE
 
 
 def _list_paths(positional: list[Any], keywords: dict[str, Any], names: list[str], bound: Any) -> list[tuple[str, Any]]:
-    """Returns (readable name, leaf) for each leaf, in the order of tf.nest.flatten((positional, keywords))."""
+    """Returns (readable name, leaf) for each leaf, in the order of tf.nest.flatten((positional, keywords)).
+
+    Args:
+      positional: the positional arguments.
+      keywords: the keyword arguments.
+      names: names of the function's positional parameters.
+      bound: the arguments bound to the function's signature (inspect.BoundArguments).
+    """
     found: list[tuple[str, Any]] = []
     variadic = [n for n, p in bound.signature.parameters.items() if p.kind is p.VAR_POSITIONAL]
     for i, value in enumerate(positional):

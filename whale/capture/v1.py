@@ -73,14 +73,14 @@ class Source:
 
 
 class GraphCapture:
-    """Captures parts of one version 1 graph as programs.
+    """Captures parts of one version 1 graph as programs; a session has one for its graph.
 
     The GraphDef is read once, and again after the graph has grown. Shapes are inferred once per set of fed shapes.
 
     Args:
       graph: the graph.
-      mark_gradients: whether nodes that tf.gradients has made carry the mark "backward", and tensors of the collection
-        "checkpoints" the mark "checkpoint".
+      mark_gradients: whether the program's nodes are marked (``Node.marks``): those that tf.gradients has made as
+        "backward", and those of tensors in the graph's collection "checkpoints" as "checkpoint", for recomputation.
     """
 
     def __init__(self, graph: tf.Graph, mark_gradients: bool = False) -> None:
@@ -144,8 +144,7 @@ class GraphCapture:
 
         Raises:
           CaptureError: the fetches need a placeholder that is not fed, control flow of version 1 or a reference
-            variable; a
-            fed shape does not fit its tensor; or a fetch is neither a tensor nor an operation.
+            variable; a fed shape does not fit its tensor; or a fetch is neither a tensor nor an operation.
         """
         with suspend_garbage_collection():
             return self._capture(fetches, feeds, done)
@@ -259,8 +258,11 @@ class GraphCapture:
                 )
 
     def _list_variables(self, nodes: Sequence[str]) -> list[CapturedVariable]:
-        """Returns the variables of these VarHandleOps. A variable's name is its ``shared_name``, or else the node's
-        name.
+        """Returns the variables that the program reads or writes. A variable's name is its ``shared_name``, or else its
+        node's name.
+
+        Args:
+          nodes: names of the VarHandleOps of the captured part.
         """
         known = {}
         for key in (tf.compat.v1.GraphKeys.GLOBAL_VARIABLES, tf.compat.v1.GraphKeys.LOCAL_VARIABLES):
@@ -293,8 +295,13 @@ class GraphCapture:
         return made
 
     def _find_typed_as_built(self, fed: Mapping[str, Dims]) -> _TypedGraph | None:
-        """Returns the user's graph itself if all feeds are placeholders with static shapes; None if an import is
-        needed.
+        """Returns the user's graph itself, if its shapes hold for this capture because all feeds are placeholders with
+        static shapes.
+
+        Returns None if the graph has to be imported with placeholders of the fed shapes.
+
+        Args:
+          fed: name of each fed tensor -> its shape.
         """
         found = {}
         for name, shape in fed.items():
@@ -421,10 +428,11 @@ def _find_needed(
 
 
 def is_loose(program: Program) -> bool:
-    """Returns True if a function of ``program`` unpacks an optional (``OptionalGetValue``) with an unknown size.
+    """Returns True if the program's shapes have to be inferred again by ``retype``, because a function unpacks an
+    optional (``OptionalGetValue``) with an unknown size.
 
-    An optional records the sizes of its value when the graph is built. With other inputs they are too loose, and
-    ``retype`` is needed.
+    An OptionalGetValue node records the sizes that its value had when the graph was built, which may be unknown
+    although the sizes are known for the inputs of this program.
     """
     return any(
         node.op == "OptionalGetValue" and not all(t.is_static for t in node.outputs)

@@ -1,11 +1,11 @@
 """Divides the rows of a batch again during a run, when ranks turn out faster or slower than their numbers of rows
 suggest.
 
-The exchanges of a step end on all ranks together. So what an exchange takes longer on one rank than on the rank where
-it is shortest is time spent waiting for the slowest rank. These waits are added up along the longest chain of dependent
-exchanges in the rank's program; the rest of the step time is the rank's own work, and its rows divided by that its
-speed. If rows in proportion to the speeds would shorten the slowest rank's work by more than a factor `GAIN`, in two
-comparisons in a row, the rows are divided so.
+A rank's speed is its rows divided by the time of its own work, which is the step time without waiting. Waiting is
+measured in the exchanges: these end on all ranks at the same time, so the time that an exchange takes longer on a rank
+than on the rank where it is shortest was spent waiting for a slower rank. These waits are added up along the longest
+chain of dependent exchanges in the rank's program. If rows in proportion to the speeds would shorten the slowest rank's
+work by more than a factor `GAIN`, in two comparisons in a row, the rows are divided so.
 
 With pipeline stages the work does not follow rows. There the step time itself is watched: if it has grown by more than
 a factor `SLOWER`, in two comparisons in a row, the ranks measure their speeds and plan the stages again.
@@ -44,7 +44,8 @@ _T = TypeVar("_T")
 
 
 class WatchedSteps:
-    """Times the steps of one compiled program on this rank, since the last comparison of the ranks.
+    """Times the steps of one compiled program on this rank, since the last comparison of the ranks; ``Balance.watch``
+    creates it.
 
     Args:
       rows: rows of the batch on each rank; () if pipeline stages divide the work.
@@ -53,11 +54,12 @@ class WatchedSteps:
     Attributes:
       keys: the keys of the program's exchanges, sorted.
       steps: number of steps taken since the last comparison.
-      seconds: their total time.
+      seconds: total time of these steps.
       due: number of steps after which the ranks compare again.
       least_s: the shortest mean step time of any comparison so far.
       longer: the fraction of the present step time by which it exceeds `least_s`.
-      found: rows that the last comparison found better, (1,) for stages to be planned again, () for neither.
+      found: result of the last comparison, acted on if the next one agrees: the better rows of each rank; (1,) if
+        pipeline stages should be planned again; () if nothing should change.
     """
 
     def __init__(self, rows: tuple[int, ...], program: Program) -> None:
@@ -101,8 +103,8 @@ class WatchedSteps:
         return weighed is None or weighed[0] * self.longer > weighed[1]
 
     def look(self, counted_s: Mapping[str, float]) -> tuple[float, list[float]] | None:
-        """Returns (mean seconds of a step, mean seconds of each exchange per step) since the last call; None: too few
-        steps.
+        """Returns (mean seconds of a step, mean seconds of each exchange per step, in the order of `keys`) since the
+        last comparison, and starts to count anew; None if fewer than `due` steps were taken.
 
         Args:
           counted_s: key of an exchange -> its total seconds since the run began, as the communicator counts them.
@@ -146,10 +148,11 @@ def divide_by_speed(rows: Sequence[int], work_s: Sequence[float]) -> tuple[tuple
 
     Args:
       rows: present number of rows of each rank; a rank without rows gets none.
-      work_s: seconds that each rank's own work on these rows took.
+      work_s: seconds that each rank's own work on these rows took, without waiting.
 
     Returns:
-      (new rows of each rank, the factor by which the slowest rank's work gets shorter).
+      (new rows of each rank, expected speed-up: present work time of the slowest rank / its work time with the new
+      rows).
     """
     longest = max(work_s)
     speeds = tuple(round(PRECISION * n * longest / s) for n, s in zip(rows, work_s))
@@ -160,14 +163,15 @@ def divide_by_speed(rows: Sequence[int], work_s: Sequence[float]) -> tuple[tuple
 
 @dataclass(frozen=True, slots=True)
 class BalanceHistory:
-    """Holds what earlier comparisons have left for the next ones to decide by; equal on all ranks, and sent to joining
-    ranks.
+    """Holds what the decisions of ``Balance`` depend on besides the latest times; it is equal on all ranks, and sent to
+    joining ranks.
 
     Attributes:
       looks: number of comparisons so far.
-      gain: factor by which a new division has to shorten the slowest rank's work.
+      gain: factor by which a new division of rows has to shorten the slowest rank's work to be made.
       slower: factor by which steps have to become longer for stages to be planned again.
-      before_s: step time under the rows before the last division, until the comparison after it; else 0.
+      before_s: step time before the latest division of rows, kept for one comparison, which raises `gain` if steps
+        became slower; otherwise 0.
     """
 
     looks: int = 0
@@ -177,10 +181,13 @@ class BalanceHistory:
 
 
 class Balance:
-    """Compares the ranks' steps and decides when to divide rows again; equal inputs make all ranks decide alike.
+    """Compares the ranks' steps and decides when to divide rows again; an elastic run with the key ``fault.rebalance``
+    has one.
+
+    All ranks decide alike without a vote, since each computes with the times of all.
 
     Attributes:
-      history: what earlier comparisons have left for the next ones.
+      history: what the decisions depend on besides the latest times.
     """
 
     def __init__(self) -> None:
@@ -188,11 +195,14 @@ class Balance:
         self._told: set[str] = set()  # why ranks keep their rows
 
     def take_over(self, histories: Sequence[BalanceHistory]) -> None:
-        """Continues with the history of the rank that took part in most comparisons, after the set of ranks has
-        changed.
+        """Continues, after the set of ranks has changed, with the history of the rank that took part in most
+        comparisons.
 
-        A rank that joins or returns may lack the last comparison. The step time before the change is dropped, since
-        other ranks take other times.
+        A rank that joins or returns may lack the last comparison. `before_s` is dropped, since steps take another time
+        with other ranks.
+
+        Args:
+          histories: the history of each rank, by rank.
         """
         self.history = replace(max(histories, key=lambda one: one.looks), before_s=0.0)
 
@@ -217,19 +227,19 @@ class Balance:
             return WatchedSteps(tuple(size for _, size in rows), program)
         why = stays or "the batch is not divided over all ranks"
         if ranks.rank == 0 and why not in self._told:
-            log.info(f"ranks that get slower keep their rows of the batch: {why}")
+            log.info(f"fault.rebalance has no effect: ranks that get slower keep their rows of the batch ({why})")
             self._told.add(why)
         return None
 
     def check_after_step(self, watched: WatchedSteps, comm: Any) -> tuple[tuple[int, ...], str]:
-        """Decides, after a step, whether to divide the rows again or to plan again; returns (new rows, why).
+        """Decides, after a step, whether to divide the rows again or to plan again.
 
         It is collective when the timer says that a comparison is due, which is after the same number of steps on every
         rank.
 
         Returns:
-          ((), "") for no change, (rows of every rank, a sentence for the log) for a new division, ((), sentence) if
-            pipeline stages are to be planned again.
+          ((), "") for no change; (rows of every rank, a sentence for the log) for a new division; ((), a sentence for
+          the log) if pipeline stages are to be planned again.
 
         Raises:
           CommError: a rank is gone.
@@ -252,7 +262,12 @@ class Balance:
         return decided
 
     def _check_stages(self, watched: WatchedSteps, step_s: float) -> tuple[tuple[int, ...], str]:
-        """Returns ((), a sentence for the log) if pipeline stages are to be planned again, else ((), "")."""
+        """Decides whether pipeline stages are planned again; returns ((), a sentence for the log) if so, else ((), "").
+
+        Args:
+          watched: the timer of the program's steps.
+          step_s: the mean step time of the slowest rank since the last comparison.
+        """
         twice, watched.least_s = bool(watched.found), min(watched.least_s, step_s)
         watched.longer = 1 - watched.least_s / step_s
         watched.found = (1,) if step_s > self.history.slower * watched.least_s else ()

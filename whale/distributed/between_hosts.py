@@ -116,8 +116,8 @@ def _tell_places(
     """Opens this rank's listener, and exchanges hosts and addresses with all ranks; collective.
 
     Returns:
-      (number of each rank's host, this rank's listener, rank -> address). The listener is None if a rank cannot listen,
-        or all ranks are on one host.
+      (index of each rank's host, by rank; this rank's listener; rank -> address at which it listens). The listener is
+      None if a rank cannot listen, or all ranks are on one host.
     """
     own = socket.gethostname(), _BOOT.read_text() if _BOOT.exists() else "", secrets.token_hex(16)
     said = [unpack(one) for one in by_mpi.allgather_bytes("whale/hosts", pack(own), _EXCHANGE_S)]
@@ -162,6 +162,13 @@ def _connect(
 ) -> Communicator:
     """Connects all ranks by TCP and returns the communicator.
 
+    Args:
+      name: name of the communicator, equal on all ranks.
+      door: this rank's listener.
+      addresses: rank -> address at which it listens.
+      config: the configuration.
+      by_mpi: the communicator by MPI, for the numbers of the ranks.
+
     Raises:
       CommError: a rank cannot be reached within `_CONNECT_S` seconds.
     """
@@ -172,7 +179,14 @@ def _connect(
 
 
 def _is_faster(by_tcp: LinkTimes, leaders: Sequence[int], by_mpi: Communicator) -> bool:
-    """Returns True if exchanges by TCP take less time than by MPI, as measured on rank 0; collective."""
+    """Returns True if exchanges between hosts take less time by TCP than by MPI; collective, rank 0's measurement
+    counts.
+
+    Args:
+      by_tcp: the times by TCP.
+      leaders: the first rank of each host; they make the exchanges that are timed.
+      by_mpi: the communicator by MPI, which is timed here.
+    """
     mpi = _time_exchanges(by_mpi, leaders)
     if by_mpi.rank == 0:
         log.debug(f"between hosts: by TCP {by_tcp}; by MPI {mpi}")
@@ -181,9 +195,16 @@ def _is_faster(by_tcp: LinkTimes, leaders: Sequence[int], by_mpi: Communicator) 
 
 
 def _choose_algorithms_by(times: LinkTimes, hosts: int, comm: Communicator) -> None:
-    """Sets the link's speed, measured on rank 0, by which the communicator chooses collective algorithms; collective.
+    """Tells the communicator the measured latency and bandwidth between hosts, by which it chooses algorithms for
+    collectives; collective.
 
-    In a large all-reduce of m hosts each host sends 2 (m-1) / m bytes per byte of the tensor.
+    The values of rank 0 are used on all ranks. In a large all-reduce of m hosts each host sends 2 (m-1) / m bytes per
+    byte of the tensor.
+
+    Args:
+      times: the measured times; only those of rank 0 count.
+      hosts: number of hosts.
+      comm: the communicator.
     """
     sent = 2 * (hosts - 1) / hosts
     said = pack((times.small_s, sent / times.large_s_per_byte)) if comm.rank == 0 else None
@@ -191,8 +212,11 @@ def _choose_algorithms_by(times: LinkTimes, hosts: int, comm: Communicator) -> N
 
 
 def _time_exchanges(comm: Communicator, leaders: Sequence[int]) -> LinkTimes:
-    """Times all-reduces among the first ranks of the hosts; collective over all ranks. Only rank 0's result is
-    meaningful.
+    """Times all-reduces between hosts; collective over all ranks. Only rank 0's result is meaningful.
+
+    Args:
+      comm: a communicator of all ranks.
+      leaders: the first rank of each host; they take part in the all-reduces.
     """
     small_s = statistics.median(time_all_reduces(comm, leaders, "choice", _SMALL_BYTES, _SMALL_CALLS))
     before, large_s_per_byte = (_SMALL_BYTES, small_s), 0.0

@@ -37,12 +37,14 @@ _NAMES = "layers, variables or columns made in the order of os.listdir, glob or 
 def read_together(ranks: Ranks, name: str, what: str, one: str, many: str) -> None:
     """Checks that all ranks are about to read the same variable, before a read that needs all of them; collective.
 
+    The texts become parts of error messages.
+
     Args:
       ranks: the ranks of the run.
       name: name of the variable.
-      what: how to call such a variable in a message.
-      one: why a rank cannot read such a variable alone, for a message about one variable.
-      many: the same for a message about several variables.
+      what: what kind of variable it is, e.g. "a variable that is sharded over the ranks".
+      one: why a rank cannot read it alone, e.g. "which is sharded over the ranks".
+      many: the same in the plural, e.g. "which are sharded over them".
 
     Raises:
       CommError: the run is over, or the ranks are about to read different variables.
@@ -74,8 +76,8 @@ def read_surviving(ranks: Ranks, variable: Any, now: Callable[[], tf.Tensor]) ->
     Args:
       ranks: the ranks of the run.
       variable: the variable.
-      now: reads it collectively in its present layout. After a loss of ranks the variable may be whole on every rank,
-        so later attempts use ``variable.read_value``.
+      now: the first attempt: reads the variable collectively in its present layout. After a loss of ranks the variable
+        may be whole on every rank, so later attempts call ``variable.read_value``.
     """
     if not ranks.is_elastic:
         return now()
@@ -121,7 +123,7 @@ def call_together(
             _DIFFERENT_CALLS,
             given=f"rank 0: {said[0][1]}; rank {other}: {said[other][1]}",
             expected="the same calls in the same order on every rank",
-            action="call it on every rank; wh.rank() == 0 is for what is printed or written with its result",
+            action="call it on every rank, outside of `if wh.rank() == 0:`; only print or write its result on rank 0",
         )
     return [theirs for _, _, theirs in said]
 

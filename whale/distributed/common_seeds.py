@@ -83,8 +83,8 @@ def _find_generator_state(generator: Any) -> np.ndarray | None:
 
 
 def _read_keras_states() -> dict[str, Any]:
-    """Returns, by Keras package, the state of the generator used where a script names none; None if it is not created
-    yet.
+    """Returns, by name of each imported Keras package, the state of its default random generator; None for a generator
+    that Keras has not created yet.
     """
     found: dict[str, Any] = {}
     if (kept := _find_keras3_attributes()) is not None:
@@ -145,7 +145,8 @@ class CommonSeeds:
 
     Seeds are given to tf.data's shuffles, to random operations that run eagerly, and to generators of NumPy
     (``np.random.default_rng()``) and TensorFlow. ``random.Random()`` and ``uuid`` are replaced only where lines of the
-    script itself call them. Datasets with ``deterministic=False`` get the order that they have without it.
+    script itself call them. Datasets with the option ``deterministic=False`` yield their elements in the deterministic
+    order.
 
     A seed is derived from a number that is equal on all ranks, from the line of the script that asks, and from how
     often that line has asked. So a dataset that only one rank creates does not change the seeds of others.
@@ -196,11 +197,17 @@ class CommonSeeds:
 
     @property
     def draw_counts(self) -> dict[str, int]:
-        """Returns line of the script -> how often it has asked for a seed, to be saved in checkpoints."""
+        """Returns how many seeds each line of the script has drawn so far ("train.py:12" -> count), to be saved in
+        checkpoints.
+        """
         return dict(self._asked)
 
     def go_to(self, asked: Mapping[str, int]) -> None:
-        """Continues the seeds as if each line of the script had asked so often; `asked` is as from `draw_counts`."""
+        """Continues the seeds from saved counts, e.g. of a checkpoint.
+
+        Args:
+          asked: how many seeds each line of the script has drawn, as `draw_counts` returned it.
+        """
         self._asked = Counter(asked)
 
     def draw(self) -> int:
@@ -229,7 +236,12 @@ class CommonSeeds:
             tf_ctx._seed = None
 
     def _get_seed(self, seed: Any) -> tuple[tf.Tensor, tf.Tensor]:
-        """Returns the pair of seeds for a tf.data dataset that draws; replaces tf.data's own function."""
+        """Returns the pair of seeds for a tf.data dataset that draws, such as a shuffle; replaces tf.data's own
+        function.
+
+        Args:
+          seed: the seed that the script has given; None: none.
+        """
         if seed is not None or tf_context.global_seed() is not None or not tf.executing_eagerly():
             return self._original(seed)  # type: ignore[no-any-return]
         drawn = self.draw()
@@ -238,10 +250,10 @@ class CommonSeeds:
         return tf.constant(pair[0], tf.int64), tf.constant(pair[1], tf.int64)
 
     def _get_operation_seed(self, op_seed: Any) -> tuple[Any, Any]:
-        """Returns the pair of seeds of a random operation; replaces TensorFlow's own function.
+        """Returns the pair of seeds of a random operation that runs eagerly; replaces TensorFlow's own function.
 
-        Each line of the script always gets the same seeds: TensorFlow keeps one kernel for these, whose random stream
-        goes on from call to call.
+        A line of the script gets the same pair at each call. TensorFlow caches the op's kernel by these seeds, and the
+        kernel's random stream goes on from call to call.
         """
         seeds: tuple[Any, Any] = self._seed_of_operation(op_seed)
         if seeds != (None, None) or not tf.executing_eagerly():
@@ -255,8 +267,9 @@ class CommonSeeds:
         return int.from_bytes(self._draw_bytes(-(-bits // 8)), "little") >> -bits % 8
 
     def _make_uuid(self, original: Callable[..., uuid.UUID]) -> Callable[..., uuid.UUID]:
-        """Wraps uuid1 or uuid4: lines of the script get equal results on all ranks, libraries get unique ones as
-        before.
+        """Returns a replacement of ``uuid.uuid1`` or ``uuid.uuid4`` (``original``).
+
+        If a line of the script calls it, the result is equal on all ranks; if a library does, the original is called.
         """
 
         @functools.wraps(original)
@@ -268,8 +281,8 @@ class CommonSeeds:
         return make
 
     def _make_seeded(self, original: Callable[..., None]) -> Callable[..., None]:
-        """Wraps the constructor of ``random.Random``, which then seeds generators that the script creates without a
-        seed.
+        """Returns a replacement of the constructor of ``random.Random`` (``original``), which seeds generators that the
+        script creates without a seed.
         """
 
         @functools.wraps(original)
@@ -315,7 +328,9 @@ def restart_streams() -> Callable[[], None]:
 
 
 def _make_in_order(make: Callable[..., None]) -> Callable[..., None]:
-    """Wraps a dataset's constructor so that the dataset keeps the order of its elements even if asked not to."""
+    """Returns a replacement of a dataset class's constructor (``make``): the dataset keeps the order of its elements
+    even if the script passes ``deterministic=False``.
+    """
     signature = inspect.signature(make)
 
     @functools.wraps(make)

@@ -76,11 +76,12 @@ def share_tensors_if_possible(config: Config, place: ProcessPlace) -> None:
 
 @dataclass(frozen=True, slots=True)
 class SocketBootstrap:
-    """Holds what this process needs to connect to other ranks by sockets.
+    """Holds what this process needs to connect to other ranks by sockets, at the start and again when ranks are lost or
+    join.
 
     Attributes:
       door: the listener of this process, which stays open until the process ends.
-      addresses: rank -> "host:port" at which it listens, for each rank of the run's start.
+      addresses: rank -> "host:port" at which it listens, for the ranks with which the run started.
     """
 
     door: RankListener
@@ -90,9 +91,8 @@ class SocketBootstrap:
 def connect_ranks(
     name: str, place: ProcessPlace, config: Config, watch: LauncherWatch
 ) -> tuple[tuple[whale_ops.Communicator], SocketBootstrap | None]:
-    """Connects this process with all ranks of the run's start; collective.
-
-    Uses MPI, or sockets where each host has an mpirun of its own.
+    """Connects this process with all ranks with which the run starts, by MPI, or by sockets where each host has an
+    mpirun of its own; collective.
 
     Args:
       name: name of the communicator, equal on all ranks.
@@ -101,7 +101,8 @@ def connect_ranks(
       watch: the connection to `whale run`, which collects the ranks' addresses.
 
     Returns:
-      ((the communicator,), how to reach each rank by sockets, or None where ranks never connect anew).
+      ((the communicator,), how to reach each rank by sockets). The second is None if ranks never have to connect again
+      by sockets.
 
     Raises:
       ClusterError: MPI and the launcher disagree about the number of ranks.

@@ -46,7 +46,7 @@ def start_device_exchange(
 
     Returns:
       The GPU, as it is before the run puts anything on it; None: there is none, the driver does not list it, or the
-        ranks are threads.
+      ranks are threads.
 
     Raises:
       ConfigError: the ranks are threads of this process, which would share one GPU and one TensorFlow.
@@ -140,10 +140,11 @@ def open_device(config: Config, comm: whale_ops.Communicator, gpu: Gpu) -> None:
 
 
 def connect_groups(groups: Sequence[Sequence[int]], comm: whale_ops.Communicator, backend: str) -> None:
-    """Makes NCCL connect the given groups of ranks now, rather than in the first step that uses them.
+    """Makes NCCL connect the given groups of ranks now, rather than at their first exchange in a step.
 
-    By then the step may have taken the GPU's memory, or may be timed. Collective in each group: all ranks go through
-    the groups in the same order, so that no deadlock arises. The other backends connect all ranks when they are opened.
+    During a step, connecting could fail because the step has taken the GPU's memory, and it would be part of the
+    measured step time. Collective in each group: all ranks go through the groups in the same order, so that no deadlock
+    arises. The other backends connect all ranks when they are opened, so nothing is done for them.
 
     Args:
       groups: the groups that this rank belongs to.
@@ -220,7 +221,11 @@ def claim_gpu(local_rank: int) -> Gpu:
 
 
 def warn_of_taken_memory(gpu: Any) -> None:
-    """Warns if TensorFlow will allocate all memory of a GPU, which leaves none for exchanges and other ranks."""
+    """Warns if TensorFlow will allocate all memory of a GPU, which leaves none for exchanges and other ranks.
+
+    Args:
+      gpu: the tf.config.PhysicalDevice.
+    """
     import tensorflow as tf
 
     said = os.environ.get("TF_FORCE_GPU_ALLOW_GROWTH", "").strip().lower()
@@ -364,11 +369,12 @@ def describe_unequal_precision(gpus: Sequence[OwnGpu | None], compute_dtype: str
 class ExchangeOps:
     """Adds the TensorFlow ops of exchanges between a communicator's ranks to the function that is being traced.
 
-    Create it inside that function.
+    Create the object inside that function.
 
     Args:
       comm: the communicator.
-      through: what moves the data: "" for the host, else the backend of the GPUs that the communicator has opened.
+      through: the path of the data: "" through host memory; else the value of `communication.backend` ("nccl", ...) for
+        which the communicator's GPUs were opened.
     """
 
     def __init__(self, comm: whale_ops.Communicator, through: str) -> None:

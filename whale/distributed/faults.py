@@ -34,11 +34,11 @@ def raise_comm_error(error: tf.errors.OpError, context: Ranks) -> None:
 
 
 def find_exchange_error(error: tf.errors.OpError) -> tf.errors.OpError | None:
-    """Returns the error that an exchange has reported, or None if the error has another cause.
+    """Returns the error that an exchange kernel has reported, or None if ``error`` has another cause.
 
-    Exchange kernels mark their errors by a payload, so that neither names nor texts have to be matched. An error before
-    the exchange begins, such as a failed allocation, carries no mark and is this rank's own. A session raises errors
-    again without payloads; the marked error is then the context of the new one.
+    Exchange kernels mark their errors by a payload, so that neither names nor texts have to be matched. A session
+    raises errors again without payloads; then the marked error is found as the ``__context__`` of the new one. An error
+    before the exchange begins, such as a failed allocation, is not marked, since it concerns this rank alone.
     """
     for one in (error, error.__context__):
         if isinstance(one, tf.errors.OpError) and EXCHANGE_PAYLOAD in one.experimental_payloads:

@@ -24,14 +24,16 @@ KEPT = 2  # number of committed states that are kept, since ranks are at most on
 
 @dataclass
 class Members:
-    """Tracks the ranks of an elastic run by the numbers they were started with: first those of the start, then joining
-    ones.
+    """Tracks the ranks of an elastic run by the numbers they were started with: 0, 1, ... at the start of the run, and
+    the next free numbers for joining ranks.
 
     Attributes:
       started: number of ranks that the run started with.
-      inside: numbers of the ranks that take part: those of the start, and those admitted since; lost ones stay in it.
+      inside: numbers of the ranks that take part: those of the start, and those admitted since. Lost ranks are not
+        removed.
       changes: the losses and joins that `whale run` has announced to all ranks so far.
-      addresses: rank -> address at which it listens, for the first ranks, if they have no MPI in common; else empty.
+      addresses: rank -> address at which it listens, for the ranks of the start, if these have no MPI in common; else
+        empty.
     """
 
     started: int
@@ -68,9 +70,9 @@ class Members:
           name: prefix of the communicator's name, equal on all ranks.
           me: number of this rank.
           members: numbers of the ranks to connect, ascending.
-          kind: 0 to 3, to tell apart communicators that are made after the same number of changes.
+          kind: 0 to 3: makes the communicator's name unique among those created between two changes of the ranks.
           door: this rank's listener; None if all members were started together and share an MPI.
-          watch: tells of further losses, upon which the attempt is given up.
+          watch: reports further losses, which end the attempt.
           shared: ``share_memory`` and ``hosts`` as for ``whale_ops.connect_survivors``.
 
         Raises:
@@ -94,9 +96,11 @@ class Members:
 class Commits:
     """Holds the latest states that the script has committed (``wh.State``), from which joining ranks can start.
 
+    Positions in the script are counted in collective calls: steps, and other calls that all ranks make together.
+
     Attributes:
-      held: number of calls that the script had made -> a function that returns the packed state.
-      steps_left: number of steps that the script still has to take; None if it does not know.
+      held: position of the commit (number of collective calls before it) -> a function that returns the packed state.
+      steps_left: number of steps that the script still has to take; None if it does not say.
     """
 
     held: dict[int, Callable[[], bytes]] = field(default_factory=dict)
@@ -106,7 +110,7 @@ class Commits:
         """Stores the state that the script has just committed, and drops all but the last `KEPT`.
 
         Args:
-          calls: number of calls that the script has made.
+          calls: number of collective calls that the script has made so far.
           state: returns the packed state.
           steps_left: number of steps still to take; None: unknown.
         """
@@ -117,12 +121,14 @@ class Commits:
 
 
 class StepTimes:
-    """Measures how long this rank's steps take, and how long a change of the set of ranks takes.
+    """Measures how long this rank's steps take, and how long a change of the set of ranks takes, to decide whether
+    joining ranks are admitted.
 
     Attributes:
-      moving_s: seconds from the latest change of ranks (at first: from the first call) to the end of the next step,
-        compilation included.
-      declined: the ranks that were present when joining ranks were last not admitted, since it would not have paid.
+      moving_s: seconds that the latest change of ranks took, to the end of the first step after it, compilation
+        included; before any change, the seconds of the first step.
+      declined: the ranks that were present when joining ranks were last refused, since admitting them would not have
+        saved time.
     """
 
     def __init__(self) -> None:
@@ -132,15 +138,19 @@ class StepTimes:
         self._steps_s: deque[float] = deque(maxlen=_STEPS)
 
     def begin(self) -> None:
-        """Records that a call of the script that may take a step begins."""
+        """Starts the clock, at the beginning of a collective call of the script, which may be a step."""
         self._begun_s = time.perf_counter()
 
     def begin_change(self) -> None:
-        """Records that the set of ranks changes now, during a call."""
+        """Starts the clock anew, since the set of ranks changes now, during a collective call."""
         self._begun_s, self._changed = time.perf_counter(), True
 
     def end(self, stepped: bool) -> None:
-        """Records that the call has ended; `stepped`: whether it took a step."""
+        """Stops the clock, at the end of the collective call.
+
+        Args:
+          stepped: whether the call was a step; other calls are not recorded.
+        """
         took_s = time.perf_counter() - self._begun_s
         if stepped and self._changed:
             self.moving_s, self._changed = took_s, False
@@ -149,8 +159,13 @@ class StepTimes:
             self._steps_s.append(took_s)
 
     def weigh(self, steps_left: int | None) -> tuple[float, float] | None:
-        """Returns (seconds that all remaining steps take, seconds that a change of ranks takes); None if that is
-        unknown.
+        """Returns what ``is_worthwhile`` compares: (seconds that all remaining steps take, seconds that a change of
+        ranks takes).
+
+        Returns None if no step has been timed, or the number of remaining steps is unknown.
+
+        Args:
+          steps_left: number of steps that the script still has to take; None: unknown.
         """
         if steps_left is None or not self._steps_s:
             return None
@@ -165,7 +180,7 @@ def is_worthwhile(weighed: tuple[float, float] | None, ranks: int, there: int, t
     Args:
       weighed: what ``StepTimes.weigh`` returned; None: unknown, the function returns True.
       ranks: number of ranks that take part now.
-      there: number of ranks with those that wait to join.
+      there: number of ranks after the change: those that take part, and those that wait to join.
       tell: whether to log the decision and its figures.
     """
     if weighed is None:
@@ -173,23 +188,24 @@ def is_worthwhile(weighed: tuple[float, float] | None, ranks: int, there: int, t
     left_s, moving_s = weighed
     saved_s = left_s * (1 - ranks / there)
     if tell:
-        are = "are taken in" if saved_s > moving_s else "are not taken in"
+        are = "are admitted" if saved_s > moving_s else "are not admitted"
         log.info(
             f"{there - ranks} joining ranks {are}: that would save {saved_s:.3g} s of the {left_s:.3g} s that the "
-            f"remaining steps take, and itself take {moving_s:.3g} s"
+            f"remaining steps take, and the change itself would take {moving_s:.3g} s"
         )
     return saved_s > moving_s
 
 
 @dataclass(frozen=True)
 class CommonState:
-    """Holds everything by which the ranks decide alike without asking each other; joining ranks receive it.
+    """Holds all counters and figures by which the ranks decide alike without asking each other; joining ranks receive
+    it.
 
-    Whatever decides something and is not in here has to be the same in a process that has just started.
+    Any other input of such decisions has to be the same in a process that has just started.
 
     Attributes:
       programs: number of programs compiled so far.
-      elements: number of exchanges so far about the elements that ranks read from their inputs.
+      elements: number of exchanges of dataset elements and seeds so far; part of the keys of these exchanges.
       divisions: how often rows were divided again, or ranks admitted.
       shares: each rank's share of the rows of a batch, by rank; [] for equal shares.
       balance: history of the comparisons of the ranks' speeds.
@@ -214,13 +230,14 @@ class CommonState:
 
 @dataclass(frozen=True)
 class Welcome:
-    """Holds what a joining rank is told: how far the other ranks are, and what they have agreed on.
+    """Holds the message with which a joining rank is admitted: how far the other ranks are, and what they have agreed
+    on.
 
     Attributes:
-      calls: number of calls that the script has made.
+      calls: number of collective calls (steps and others) that the script of the other ranks has made.
       steps: number of steps taken.
-      state: the state that the script has committed, packed.
-      common: everything by which the ranks decide alike.
+      state: the state that the script has committed (``wh.State``), packed.
+      common: the counters and figures by which the ranks decide alike.
     """
 
     calls: int

@@ -163,6 +163,10 @@ class RankListener:
     def _keep(self, connection: socket.socket, header: bytes) -> None:
         """Stores another rank's connection until this rank forms the same group; a later connection replaces an earlier
         one.
+
+        Args:
+          connection: the socket.
+          header: what the other rank has sent after the secret: the number of the group, and its own number.
         """
         with self._changed:
             key = _HEADER.unpack(header)

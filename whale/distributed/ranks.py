@@ -63,15 +63,16 @@ class Ranks:
 
     @property
     def is_elastic(self) -> bool:
-        """Returns True if this rank goes on when others are lost; a subclass implements it."""
+        """Returns True if the run goes on without lost ranks; a subclass implements it."""
         return False
 
     def retry_after_loss(self, call: Callable[[], _T]) -> _T:
         """Calls a function that communicates and returns its result; an elastic run calls it again after a loss of
         ranks.
 
-        The result must be something that ``msgpack_values.pack`` takes, because a rank that already has it sends it to
-        the others.
+        Args:
+          call: the function. Its result must be something that ``msgpack_values.pack`` takes, because a rank that
+            already has the result sends it to the others.
         """
         return call()
 

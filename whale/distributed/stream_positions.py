@@ -25,7 +25,7 @@ def gather_streams(comm: Any, prefixes: Sequence[str]) -> dict[str, int] | None:
 
     Returns:
       name of the stream in this process -> position; None if ranks have drawn different numbers from a stream without a
-        counter, whose position cannot be set.
+      counter, whose position cannot be set.
     """
     numbers = {prefix: number for number, prefix in enumerate(prefixes)}
 

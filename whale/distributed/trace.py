@@ -192,7 +192,7 @@ def open_trace(config: Config, place: ProcessPlace, ranks: Sequence[int], run: i
             "two traces are asked for",
             given=f"whale run --trace, and debug.trace = {asked!r} ({config.origin('debug.trace')})",
             expected="one of them: --trace makes one file of all ranks, the key one file for each process",
-            action="leave one out",
+            action="start `whale run` without --trace, or remove the key debug.trace",
         )
     if pipe is not None:
         return Trace(pipe, ranks, is_file=False)
@@ -208,7 +208,7 @@ def open_trace(config: Config, place: ProcessPlace, ranks: Sequence[int], run: i
             given=f"debug.trace = {asked!r} ({config.origin('debug.trace')})",
             reason=error,
             expected="the path of a file in a folder that exists, on every host",
-            action="correct the path",
+            action="set debug.trace to the path of a file in a folder that exists and can be written to",
         ) from error
     return Trace(descriptor, ranks, is_file=True)
 
@@ -218,6 +218,11 @@ def find_path(asked: str, place: ProcessPlace, run: int) -> Path:
 
     For "trace.json": ``trace.json`` with one process, ``trace.rank1.json`` with several, ``trace.run2.json`` if Whale
     was started a second time.
+
+    Args:
+      asked: the value of ``debug.trace``.
+      place: the place of this process among the ranks.
+      run: number of times that Whale was started in this process, from 1.
     """
     path = Path(asked)
     rank = f".rank{place.rank}" if place.size > 1 else ""

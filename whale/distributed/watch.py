@@ -107,7 +107,8 @@ class LauncherWatch:
         Args:
           comm: the communicator; None: this rank is alone.
           members: the ranks that it connects, numbered as they were started; () for all ranks of the run.
-          known: number of entries of ``list_changes`` that the communicator takes into account already.
+          known: number of changes (entries of ``list_changes``) that had happened when the communicator was created, so
+            that they are not applied to it.
         """
         with self._lock:
             self._comm, self._members, self._known = comm, members, known
@@ -131,13 +132,17 @@ class LauncherWatch:
 
     @property
     def is_over(self) -> bool:
-        """Returns True if a rank has ended or failed and the run does not go on without it."""
+        """Returns True if the run cannot go on: a rank has ended or failed, and the others do not continue without
+        it.
+        """
         with self._lock:
             return any(not message.get("goes_on") for message in self._heard)
 
     def start(self) -> str:
-        """Returns the state with which the run's ranks have begun, for a joining process; a first rank has sent it by
-        ``tell``.
+        """Returns, in a process that joins the run, the state with which the run's ranks have begun; waits until `whale
+        run` sends it.
+
+        A rank of the run's start has sent it to `whale run`, as ``tell({"start": ...})``.
 
         Raises:
           ClusterError: `whale run` has not sent it within `_START_S` seconds.
@@ -153,8 +158,10 @@ class LauncherWatch:
             return self._start
 
     def read_addresses(self) -> Mapping[int, str]:
-        """Returns rank -> address at which it listens, once all first ranks have reported theirs; empty if a rank is
-        gone before.
+        """Waits until all ranks of the run's start have reported the addresses at which they listen, and returns rank
+        -> address.
+
+        Returns an empty mapping if a rank is gone before that.
         """
         with self._lock:
             self._lock.wait_for(lambda: self._all or self._heard)
@@ -298,7 +305,9 @@ def _open_launcher_socket() -> socket.socket | None:
 
 
 class StepProgress:
-    """Counts the steps of this process by program, and reports them. Thread-safe."""
+    """Counts the steps of this process by program, for ``LauncherWatch``, which sends reports to `whale run`.
+    Thread-safe.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

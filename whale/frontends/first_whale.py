@@ -105,7 +105,7 @@ def _spread(modes: Sequence[str]) -> None:
             "wh.auto_parallel does not know this mode",
             given=f"modes={unknown[0]}",
             expected="wh.replica, wh.split, wh.pipeline, wh.stage, or a list of these",
-            action="correct modes, or leave it out to let Whale choose",
+            action="pass one of these as modes, or leave modes out to let Whale choose",
         )
     if modes and set(modes) <= {"replica", "replicate"}:
         return
@@ -178,12 +178,9 @@ def cluster(
       worker_hosts: a layout may be given here, as the first argument. Host names, and the other arguments ``ps_hosts``,
         ``job_name`` and ``rank``, are ignored: the ranks that were started form the cluster.
       layout: ``"all"``: one slice of all ranks. ``{"average": k}``: k slices of equal size, in order. ``{"row": n}``:
-        the
-        ranks in rows of n; slice i has the i-th rank of each row. Then each row is one replica of a pipeline whose
-          stage i
-        is on slice i. Four ranks in rows of 2 give ``[[0], [2]]`` and ``[[1], [3]]``. ``{"specific": s}``: the slices
-          s,
-        each a list of ranks or of lists of ranks. None: ``"all"``.
+        the ranks in rows of n; slice i has the i-th rank of each row. Then each row is one replica of a pipeline whose
+        stage i is on slice i. Four ranks in rows of 2 give ``[[0], [2]]`` and ``[[1], [3]]``. ``{"specific": s}``: the
+        slices s, each a list of ranks or of lists of ranks. None: ``"all"``.
 
     Raises:
       ClusterError: the ranks cannot be cut in this way.
@@ -213,7 +210,7 @@ def cluster(
         "wh.cluster cannot cut the ranks into slices as the layout says",
         given=f"layout={layout!r}, {size} ranks",
         expected=f"a number that divides {size}" if divides else _LAYOUTS,
-        action="correct the layout, or start another number of ranks",
+        action="pass such a layout to wh.cluster, or start another number of ranks (`whale run -np N`)",
     )
 
 
@@ -235,6 +232,6 @@ def _slice(item: Any, size: int) -> Slice:
             "a slice of wh.cluster is empty, has ranks that do not exist, or has a rank twice",
             given=f"the slice {item} in a run of {size} ranks",
             expected=f"different ranks from 0 to {size - 1}",
-            action="correct the slice in the layout",
+            action="list other ranks in this slice of the argument layout",
         )
     return tuple(tuple(group) for group in groups)

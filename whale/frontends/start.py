@@ -16,8 +16,8 @@ P = ParamSpec("P")
 
 
 def _wrap_with_interfaces(begin: Callable[P, None]) -> Callable[P, None]:
-    """Returns ``begin`` extended by the patches of Keras, TensorFlow 1 and tf.data; its signature and docstring are
-    kept.
+    """Returns ``begin``, the function that starts a run, extended by the patches of Keras, TensorFlow 1 and tf.data;
+    its signature and docstring are kept.
     """
 
     @functools.wraps(begin)

@@ -71,7 +71,9 @@ def _during_run(original: Callable[..., Any], new: Callable[..., Any]) -> Callab
 
 
 def _capturing(saves: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps a function that saves so that ``wh.function`` steps are traced into the tf.functions that call them."""
+    """Wraps a function that saves a model (``saves``), so that ``wh.function`` steps called in the model's tf.functions
+    become part of their traces.
+    """
 
     @functools.wraps(saves)
     def save(*args: Any, **kwargs: Any) -> Any:
@@ -176,7 +178,13 @@ def _write_on_first_rank(
 
 
 def _write_at_each_path(write: Callable[[], None], prefix: str, context: Context) -> None:
-    """Calls ``write`` on one rank for each path: on the lowest of the ranks that have it as ``prefix``; collective.
+    """Calls ``write`` on one rank for each different path: on the lowest of the ranks that pass the same ``prefix``;
+    collective.
+
+    Args:
+      write: writes the files.
+      prefix: the path at which this rank's script saves.
+      context: the run.
 
     Raises:
       CheckpointError: a rank could not write; raised on every rank.

@@ -61,7 +61,7 @@ MEMORY_VARIABLES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """Represents a host and the number of ranks (slots) that it may run."""
+    """Represents a host and the number of ranks (slots) that it may run, as --hosts lists them."""
 
     name: str
     slots: int
@@ -128,9 +128,10 @@ class Options:
 
 
 def list_asked(environment: Mapping[str, str]) -> list[str]:
-    """Lists the command-line settings that only ``wh.init()`` reads, such as "WHALE_MESH=..." and "--set key=value".
+    """Lists the settings of the command line that only ``wh.init()`` reads, such as "WHALE_MESH=..." and "--set
+    key=value".
 
-    The launcher names them when the script never called ``wh.init()``, since they then had no effect.
+    If the script never called ``wh.init()``, these had no effect, and the launcher names them in its message.
 
     Args:
         environment: the launcher's environment, in which the command line has put them.
@@ -156,7 +157,7 @@ def check_mesh(text: str, ranks: int) -> None:
             "the ranks do not fill the mesh",
             given=f"--mesh {text} ({count} ranks) with -np {ranks}",
             expected=f"mesh axes whose sizes multiply to {ranks}, or to a divisor of it",
-            action="correct --mesh or -np",
+            action=f"give --mesh sizes that multiply to {ranks}, or -np {count}",
         )
 
 
@@ -179,7 +180,7 @@ def parse_hosts(text: str) -> tuple[Host, ...]:
                 expected="name:ranks, separated by commas, for example node1:2,node2:4",
                 action=f"write `Host {host}` and `User {user}` in ~/.ssh/config, and {host} here"
                 if user
-                else "correct that part",
+                else f"write {part!r} as name:ranks, for example node1:2",
             )
         if any(host.name == name for host in hosts):
             raise ClusterError(
@@ -204,7 +205,7 @@ def check_options(options: Options) -> None:
             "-np must be at least 1" if options.ranks < 1 else "a run cannot have that many ranks",
             given=f"-np {options.ranks}",
             expected=f"at least 1, and at most {MOST_RANKS}",
-            action="give -np 1" if options.ranks < 1 else "give fewer",
+            action="give -np 1" if options.ranks < 1 else f"give -np {MOST_RANKS} or less",
         )
     if options.threads is not None and options.threads < 1:
         raise ClusterError(
@@ -233,7 +234,7 @@ def check_options(options: Options) -> None:
             "the hosts do not hold that many ranks",
             given=f"-np {options.ranks}",
             expected=f"at most {slots}: {' + '.join(f'{host.name}:{host.slots}' for host in options.hosts)}",
-            action="lower -np, or raise the number after a host's name",
+            action="lower -np, or raise the number after a host's name in --hosts",
         )
     if not options.as_module and not os.path.exists(options.target):
         raise ClusterError(
@@ -241,13 +242,14 @@ def check_options(options: Options) -> None:
             given=options.target,
             looked_in=os.getcwd(),
             expected="the path of a Python file",
-            action="correct the path, or give -m to run a module",
+            action="give the path of the script, or -m and the name of a module",
         )
 
 
 def list_places(options: Options) -> list[str]:
-    """Returns the host of each rank, by rank: mpirun fills one host after the other. Without a list of hosts all are
-    here.
+    """Returns the name of each rank's host, by rank, as mpirun assigns them: it fills one host after the other.
+
+    If the options list no hosts, all ranks are on this host.
     """
     hosts = options.hosts or (Host(socket.gethostname(), options.ranks),)
     return [host.name for host in hosts for _ in range(host.slots)][: options.ranks]
@@ -340,7 +342,7 @@ def drop_lost_hosts(options: Options, mpirun: str) -> tuple[Options, list[str]]:
 
     Returns:
         The options with the remaining hosts and at most as many ranks as these hold, and the names of the removed
-          hosts.
+        hosts.
 
     Raises:
         ClusterError: the remaining hosts hold fewer than `Options.min_ranks` ranks.
@@ -499,8 +501,9 @@ def find_listen_address(options: Options) -> str:
         except (OSError, UnicodeError) as error:
             raise ClusterError(
                 f"the host {host.name!r} cannot be reached",
+                given=f"{host.name} in the list of hosts",
                 reason=error,
                 expected="a name or address that resolves",
-                action="correct --hosts, or add the host to the name service",
+                action="correct the name in --hosts (or --hosts-from), or add the host to DNS or /etc/hosts",
             ) from error
     return "127.0.0.1"

@@ -37,8 +37,8 @@ def run(options: mpirun.Options) -> int:
 
     Returns:
         0 on success; the failed rank's code (128 + signal if it was killed); 128 + signal if `whale run` itself was
-          told to stop by a signal; 141 if its output pipe was closed (SIGPIPE); 1 if trainable variables differ between
-          ranks at the end; 2 if settings had no effect because the ranks trained independently.
+        told to stop by a signal; 141 if its output pipe was closed (SIGPIPE); 1 if trainable variables differ between
+        ranks at the end; 2 if settings had no effect because the ranks trained independently.
 
     Raises:
         ClusterError: the run cannot be started.
@@ -125,7 +125,7 @@ def measure_script(plan: str, script: Sequence[str], ranks: int, steps: int, pro
 
     Returns:
         The prediction for the program that ran, and each rank's measurements by rank, as JSON (see
-          whale.planner.report.analysis).
+        whale.planner.report.analysis).
 
     Raises:
         ClusterError: the script does not exist any more, or the run failed.

@@ -179,7 +179,8 @@ class JoiningRanks:
             self._fill(wanted)
 
     def _connect(self) -> None:
-        """Sends every first rank the addresses on which all of them listen, once the last one has reported its own.
+        """Sends the addresses at which ranks listen to all ranks of the run's start, once the last of these has
+        reported its own.
 
         Only needed with an mpirun per host, where MPI does not connect the ranks of different hosts.
         """
@@ -191,8 +192,8 @@ class JoiningRanks:
 
     @property
     def _start(self) -> str | None:
-        """Returns the text that a first rank has reported for joining ranks (the state they have to begin with), or
-        None so far.
+        """Returns the state that joining ranks have to begin with, as a rank of the run's start has reported it; None
+        if none has so far.
         """
         return next((link.start for link in self._links.values() if link.start), None)
 
@@ -279,7 +280,8 @@ class JoiningRanks:
 
 
 def find_free_slots(places: Sequence[str], taken: Iterable[tuple[str, int]]) -> list[int]:
-    """Returns a local rank for each new rank: the lowest number that no rank on the same host uses.
+    """Returns the local rank (number on its host) of each new rank: the lowest number that no running rank on that host
+    has.
 
     The number of a lost rank is free again, so that a rank which takes its place gets the same GPU.
 
@@ -346,7 +348,7 @@ def read_hosts(path: str) -> tuple[Host, ...]:
                 error.message,
                 given=f"line {number} of {path}: {line.strip()}",
                 expected="a line for each host: its name, and slots=2 or :2 for its ranks",
-                action="correct that line",
+                action=f"correct line {number} of {path}; a valid line is: node1 slots=2",
             ) from None
         found |= {host.name: host for host in hosts}
     if not found:

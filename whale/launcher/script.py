@@ -35,7 +35,7 @@ def run_script(target: str, arguments: list[str], as_module: bool, report: int) 
 
     Returns:
         0 if the script ended normally, the code given to ``sys.exit``, 130 after KeyboardInterrupt, 1 for any other
-          exception.
+        exception.
     """
     sys.argv = [target, *arguments]
     python.take_own_packages()
@@ -61,6 +61,10 @@ def run_script(target: str, arguments: list[str], as_module: bool, report: int) 
 def _load_without_collections(load: Load, module: ModuleType) -> None:
     """Imports TensorFlow with the garbage collector suspended, which saves a fifth of the time and leaks next to
     nothing.
+
+    Args:
+        load: the import system's own function that executes a module.
+        module: the module ``tensorflow``.
     """
     with suspend_garbage_collection():
         load(module)
@@ -110,8 +114,8 @@ def _describe(error: BaseException) -> str:
 
 
 def _advise(error: BaseException) -> str:
-    """Returns a line that names Whale's own interface if the script imports ``horovod`` or ``epl``, not installed; else
-    "".
+    """Returns a line that names Whale's own interface, if the script failed because it imports ``horovod`` or ``epl``
+    and the package is not installed; else "".
     """
     package = (getattr(error, "name", None) or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
     return f"  next: {_OWN_INTERFACES[package]}\n" if package in _OWN_INTERFACES else ""

@@ -136,8 +136,8 @@ def main() -> None:
 
 
 def _end_daemon() -> None:
-    """Kills the Open MPI daemon of this host, which would otherwise try for minutes to reach an mpirun that it cannot
-    reach.
+    """Kills the Open MPI daemon of this host, once mpirun's host is out of reach; the daemon would try for minutes to
+    connect to mpirun.
     """
     parent = os.getppid()
     try:

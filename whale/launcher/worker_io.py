@@ -253,6 +253,10 @@ class Relay:
 
         mpirun kills the worker itself after one second; processes of the script that are then still alive would never
         be ended. If the launcher is gone, the script is killed at once.
+
+        Args:
+            number: the signal.
+            frame: ignored; Python passes it to signal handlers.
         """
         self._told = number
         self._kill(number)

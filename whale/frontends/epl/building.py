@@ -28,7 +28,8 @@ _Apply = Callable[..., Any]
 def patch_gradients() -> None:
     """Patches tf.gradients, and ``apply_gradients`` of all tf.compat.v1 optimizers, for EPL scripts; once per process.
 
-    Gradients and updates then belong to no scope that happens to be open where the script builds them.
+    A scope (``with epl.replicate(...)``) that is open where the script calls these does not apply to what they build: a
+    gradient belongs to the task graph of its forward op, an update to none.
     """
     if hasattr(gradients_util, "_whale_epl"):
         return
@@ -69,6 +70,10 @@ def _find_share(losses: Any, variables: Any) -> float:
 
     For a mean over rows it is 1. For a sum over rows it is 1 / replicas. If the loss cannot be classified, rank 0 logs
     a warning once, and the factor is 1.
+
+    Args:
+      losses: what the script differentiates, the argument ``ys`` of tf.gradients.
+      variables: the argument ``xs``; for anything but variables the factor is 1.
     """
     env, layout = Env.get(), Graph.get().layout
     copies = layout.replicas * layout.batches.turns

@@ -133,7 +133,8 @@ class Cluster:
         """Returns the devices of task graph ``index``.
 
         Args:
-          ranks: for each replica, its ranks.
+          ranks: for each replica of the task graph, its ranks.
+          index: number of the task graph.
         """
         slices = [[self.device(r) for r in of_one] for of_one in ranks]
         mine = f"/task:{self.worker_index}/"
@@ -208,6 +209,6 @@ def rank_of_device(device: str, per_worker: int, size: int) -> int:
             "no rank of this run has the device",
             given=f"{device!r}; the run has {size // per_worker} workers of {per_worker} devices",
             expected="/job:worker/replica:0/task:<worker>/device:GPU:<number in the worker>",
-            action="correct the device's name, or start more ranks",
+            action="use the name of a device of this run, such as /job:worker/task:0/device:GPU:0, or start more ranks",
         )
     return rank

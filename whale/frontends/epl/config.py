@@ -55,7 +55,9 @@ class _NoSettingError(ConfigError, AttributeError):
 
 
 class _Group:
-    """Holds the settings of one group as attributes, and checks values that are assigned."""
+    """Holds the settings of one group, such as ``config.pipeline``, as attributes, and checks values that are
+    assigned.
+    """
 
     _name: str
 
@@ -69,7 +71,7 @@ class _Group:
                 "the configuration has no such setting",
                 given=f"{self._name}.{name}",
                 expected=f"one of {', '.join(f'{self._name}.{known}' for known in _GROUPS[self._name])}",
-                action="correct the name",
+                action="use an existing name, such as the expected one",
             )
         self.__dict__[name] = _check(f"{self._name}.{name}", value)
 
@@ -88,8 +90,7 @@ class Config:
 
     Raises:
       ConfigError: an unknown name, or a value of a wrong type. The error is also a ValueError; if an attribute is set,
-        an
-        AttributeError for an unknown name.
+        an AttributeError for an unknown name.
     """
 
     def __init__(self, param_dict: Mapping[str, Any] | None = None) -> None:
@@ -109,7 +110,7 @@ class Config:
                 "the configuration has no such setting",
                 given=", ".join(map(str, given)),
                 expected=near[0] if near else ", ".join(known),
-                action="correct the name",
+                action="use an existing name, such as the expected one",
             )
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -129,7 +130,7 @@ class Config:
             "the configuration has no such group",
             given=f"config.{name}",
             expected=", ".join(_GROUPS),
-            action="correct the group's name",
+            action="use the name of one of these groups",
         )
 
     def to_whale(self) -> dict[str, Any]:
@@ -195,5 +196,8 @@ def _make_error(key: str, value: Any) -> WrongConfigError:
     if key == "amp.loss_scale":
         expected = "'dynamic' or a number"
     return WrongConfigError(
-        f"the setting {key} cannot have this value", given=repr(value), expected=expected, action="correct the value"
+        f"the setting {key} cannot have this value",
+        given=repr(value),
+        expected=expected,
+        action=f"set {key} of epl.Config to such a value",
     )

@@ -13,7 +13,7 @@ from whale.runtime.context import BatchReaders
 
 @dataclass(frozen=True)
 class AnnotatedGraph:
-    """Describes a task graph as the script has annotated it.
+    """Describes a task graph as the script has annotated it; the input of ``make_layout``.
 
     Attributes:
       kind: "replicate" or "split".
@@ -124,6 +124,11 @@ def _list_ranks_in_order(
     """Returns the ranks of each replica of each task graph, with consecutive ranks for one replica of the model.
 
     E.g. task graphs of 1 and 2 devices on 6 ranks: ``{0: ((0,), (3,)), 1: ((1, 2), (4, 5))}``.
+
+    Args:
+      apart: indices of the task graphs that have ranks of their own.
+      graphs: all task graphs.
+      size: number of ranks.
     """
     counts = [graphs[k].count or 1 for k in apart]
     if size == 1:
@@ -146,8 +151,8 @@ def _list_ranks_in_order(
 
 
 def _make_joint_layout(graphs: Sequence[AnnotatedGraph], size: int, micro_batches: int) -> Layout:
-    """Returns the layout with all task graphs on all ranks: the batch is divided, and under ``epl.split``
-    tensors are.
+    """Returns the layout with all task graphs on all ranks: the batch is divided, and under ``epl.split`` tensors
+    are.
     """
     copies = [g.count or 1 for g in graphs if g.kind == "replicate" and g.inside is None]
     per_replica = max(copies, default=size if graphs else 1)

@@ -32,7 +32,7 @@ class FlopsProfilerHook(tf.compat.v1.train.SessionRunHook):  # type: ignore[misc
                 "FlopsProfilerHook cannot sum floating-point operations in this way",
                 given=f"cmds={unknown[0]!r}",
                 expected=f"{', '.join(_KINDS)}, or a list of these",
-                action="correct cmds",
+                action="pass one of these as cmds",
             )
         self.done = False
 

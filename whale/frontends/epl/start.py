@@ -115,7 +115,11 @@ def _tell(config: Config) -> None:
 
 
 class _EplSemantics:
-    """Implements ``whale.runtime.context.GraphSemantics`` for EPL: who reads batches, scopes, and merged fetches."""
+    """Tells a session how EPL means a graph: which ranks read batches, which scope a node belongs to, and that fetches
+    are merged.
+
+    Implements ``whale.runtime.context.GraphSemantics``; the sessions call it while an EPL script runs.
+    """
 
     def find_batch_readers(self, graph: tf.Graph) -> BatchReaders:
         return Env.get().find_graph(graph).layout.batches
@@ -153,8 +157,12 @@ class _EplSemantics:
         return mine.merged.get(fetch.name, fetch)
 
     def _divide_files(self, mine: Graph, graph: tf.Graph) -> None:
-        """Divides the files of the graph's datasets over the replicas, if ``io.slicing`` is set; before the
+        """Makes each replica read its own files, if the setting ``io.slicing`` is on; done once per graph, before the
         first run.
+
+        Args:
+          mine: the epl.Graph of ``graph``.
+          graph: the TensorFlow graph with the datasets.
         """
         io = Env.get().config.io
         readers = mine.layout.batches.readers

@@ -38,7 +38,7 @@ class Strategy:
                 f"epl.{self.kind} cannot have this number of devices",
                 given=f"device_count={device_count!r}",
                 expected="a positive integer, or None",
-                action="correct device_count",
+                action="pass a positive device_count, or leave it out",
             )
         self.device_count = device_count
         self.name = name or type(self).__name__

@@ -24,7 +24,8 @@ class Averaging:
       op: ``Average`` or ``Sum``.
       compression: a class of ``hvd.Compression``: the dtype in which gradients are sent.
       sparse_as_dense: whether to convert tf.IndexedSlices to tensors first.
-      predivide: with ``Average``, the factor by which gradients are divided before the sum; the rest follows after.
+      predivide: with ``Average``, gradients are divided by this factor before they are summed, and the sum by (number
+        of ranks / this factor).
       groups: lists of variables whose gradients are sent together, or a number of such groups; None: buckets by bytes.
       scale_local: whether to divide gradients of ``local`` variables by the number of ranks.
       local: ids (``find_variable_id``) of variables whose gradients are not reduced.
@@ -119,7 +120,7 @@ def make_averaging(
             f"{name} does not accept these groups of gradients",
             given=f"groups={groups!r}",
             expected="num_groups, 0 or more, or groups as a list of lists of variables",
-            action="correct the argument, or leave it out",
+            action="pass such a value, or leave the argument out",
         )
     return Averaging(
         name, found, compression, sparse_as_dense, gradient_predivide_factor, groups, scale_local_gradients

@@ -70,5 +70,5 @@ def check_root(context: Context, root_rank: int) -> None:
             "root_rank is not a rank of this run",
             given=f"root_rank={root_rank!r}",
             expected=f"a number from 0 to {context.size - 1}",
-            action="correct root_rank",
+            action="pass such a number as root_rank, or start more ranks",
         )

@@ -66,7 +66,7 @@ def DistributedOptimizer(
             "backward_passes_per_step has to be positive",
             given=f"backward_passes_per_step={backward_passes_per_step}",
             expected="1 or more",
-            action="correct backward_passes_per_step, or leave it out",
+            action="pass 1 or more as backward_passes_per_step, or leave it out",
         )
     if hasattr(optimizer, _MARK):
         raise ProgramError(
@@ -89,7 +89,13 @@ def DistributedOptimizer(
 
 
 def make_distributed(optimizer: Any, compression: Any = Compression.none) -> None:
-    """Changes the class of a Keras optimizer so that it averages gradients over the ranks; its state is kept."""
+    """Changes the class of a Keras optimizer, in place, so that it averages gradients over the ranks; its state is
+    kept.
+
+    Args:
+      optimizer: an optimizer that was loaded from a file.
+      compression: a class of ``hvd.Compression``: the dtype in which gradients are sent.
+    """
     average = make_averaging(
         f"Distributed{type(optimizer).__name__}", None, compression, False, 1.0, None, 0, None, True
     )
@@ -134,6 +140,11 @@ class _GraphOptimizer(tf.compat.v1.train.Optimizer):  # type: ignore[misc]
 def _make_class(base: Any, average: Averaging, passes: Accumulation) -> Any:
     """Returns a subclass of a Keras optimizer's class, of the same name, that averages gradients before it applies
     them.
+
+    Args:
+      base: the optimizer's class.
+      average: averages gradients over the ranks.
+      passes: accumulates the gradients of several backward passes before that.
     """
 
     def update(self: Any, gradients: Sequence[Any], variables: Sequence[Any], apply: Callable[[list[Any]], Any]) -> Any:

@@ -29,7 +29,12 @@ def init(comm: Any = None, process_sets: Any = None, *, config: Config | None = 
     """
     if comm is not None or process_sets:
         given = f"comm={comm!r}" if comm is not None else f"process_sets={process_sets!r}"
-        _refuse("hvd.init() connects all ranks", given, "hvd.init()", "start a run with only these ranks")
+        _refuse(
+            "hvd.init() connects all ranks",
+            given,
+            "hvd.init()",
+            "call hvd.init() without arguments, and start only these ranks (`whale run -np N`)",
+        )
     context = find_running()
     if context is None:
         start.init_own_programs(config)

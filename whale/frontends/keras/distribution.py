@@ -109,7 +109,12 @@ def _return_as_is(value: Any) -> Any:
 
 
 def _set_distribution(original: Callable[[Any], None], distribution: Any) -> None:
-    """Replaces ``keras.distribution.set_distribution``: sets the run's mesh from the distribution's device mesh."""
+    """Replaces ``keras.distribution.set_distribution``: sets the run's mesh from the distribution's device mesh.
+
+    Args:
+      original: Keras' own function, which is called as well.
+      distribution: a keras.distribution.Distribution, or None.
+    """
     context = find_running()
     assert context is not None
     if distribution is not None:
@@ -140,8 +145,7 @@ def _find_mesh(distribution: Any, context: Context) -> tuple[int, int]:
 
     Raises:
       PlanError: the mesh does not list all ranks in order, has several axes besides the batch axis, or has the batch
-        axis
-        last.
+        axis last.
     """
     mesh = distribution.device_mesh
     sizes = dict(zip(mesh.axis_names, mesh.shape))
@@ -166,7 +170,13 @@ def _find_mesh(distribution: Any, context: Context) -> tuple[int, int]:
 
 
 def _initialize(original: Callable[..., None], variable: Any, value: Any) -> None:
-    """Replaces the creation of the tf.Variable behind a Keras variable, and gives it the layout of the LayoutMap."""
+    """Replaces the method of a Keras variable that creates its tf.Variable, and gives this the layout of the LayoutMap.
+
+    Args:
+      original: Keras' own method.
+      variable: the Keras variable.
+      value: its initial value.
+    """
     with nullcontext() if variable._shape is None else announce_size(variable._shape, variable._dtype):
         original(variable, value)
     distribution = _find_distribution()

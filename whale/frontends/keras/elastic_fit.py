@@ -98,7 +98,7 @@ class FitCall:
     # -- data
 
     def next_kind(self) -> str:
-        """Returns what ``fit`` reads next: its first data are "training", later ones "validation"."""
+        """Returns which data ``fit`` creates next: at the first call TRAINING, at later ones VALIDATION."""
         self._read += 1
         return TRAINING if self._read == 1 else VALIDATION
 
@@ -107,7 +107,7 @@ class FitCall:
         """Sets the seeds so that data created inside of the context equal those of the other ranks.
 
         Args:
-          what: name of the data.
+          what: name of the data within this call of ``fit``, e.g. "training/begun", equal on all ranks.
           again: whether the data were created before in this call.
 
         Yields:
@@ -140,17 +140,22 @@ class FitCall:
                 data.begun = self.taken_up["iterations"][kind]
 
     def begin_iteration(self, iterator: Any) -> None:
-        """Moves the first iterator over the training data to where the other ranks are, if this process has joined
-        them.
+        """Moves the first iterator over the training data to the position of the other ranks, if this process has
+        joined them.
         """
         if not self._placed and self.taken_up is not None and isinstance(iterator, ShardedIterator):
             iterator.go_to(self.taken_up["place"])
             self._placed = True
 
     def read_beside(self, data: Any, context: Context) -> None:
-        """Stops admitting processes if a callback reads a dataset that reshuffles at each iteration.
+        """Closes the run to further processes if a callback iterates over a dataset that reshuffles at each iteration.
 
-        Reading moves the shuffle on to its next order, which a joining rank could not reproduce.
+        Each iteration moves the shuffle on to its next order, and a process that joins later could not reproduce this
+        order.
+
+        Args:
+          data: the data that the callback passes to ``evaluate`` or ``predict``.
+          context: the run.
         """
         if not isinstance(data, tf.data.Dataset) or not reshuffles(data) or self._elastic in _closed:
             return
@@ -262,9 +267,14 @@ def find_current() -> FitCall | None:
 
 
 def _find_told(elastic: ElasticHooks, data: Any, validation: Any) -> dict[str, Any] | None:
-    """Returns the state of another rank in a process that has joined the run, otherwise None.
+    """Returns the state of ``fit`` that another rank has committed, in a process that joins the run; None in other
+    processes.
 
-    The first call waits until the other ranks admit this process.
+    The first call in a joining process waits until the other ranks admit it; later calls return the same state.
+
+    Raises:
+      ProgramError: the data are of a kind whose position a joining process cannot find.
+      ClusterError: the other ranks are in a training loop of the script's own.
     """
     if elastic not in _ahead and joins():
         _refuse_unknown(data)
@@ -349,5 +359,10 @@ def _find_keras_function(module: str, name: str) -> Any:
 
 
 def _find_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns those values of a callback that have changed since this process took its first step."""
+    """Returns the values of a callback that have changed since this process took its first step.
+
+    Args:
+      before: the callback's values, by name of the attribute, before that step.
+      now: its present values.
+    """
     return {name: value for name, value in now.items() if name not in before or pack(before[name]) != pack(value)}

@@ -55,12 +55,13 @@ def find_paths(callbacks: Any) -> list[tuple[str, str]]:
 
 
 def pair_paths(everyone: Sequence[Sequence[tuple[str, str]]], context: Context) -> dict[str, str]:
-    """Records in ``context.first_paths`` which of this rank's paths stand for which of rank 0's.
+    """Finds which of this rank's paths correspond to which of rank 0's, and records them in ``context.first_paths``.
 
-    The lowest rank whose paths differ logs a warning, once.
+    The lowest rank whose paths differ from rank 0's logs a warning, once.
 
     Args:
-      everyone: for each rank, (what writes, its path) pairs.
+      everyone: for each rank, (name of the callback class or function that writes, its path) pairs.
+      context: the run.
 
     Returns:
       This rank's path -> rank 0's path, for paths that differ.
@@ -82,7 +83,7 @@ def have_differed(everyone: Sequence[Sequence[tuple[str, str]]]) -> bool:
     """Returns True if any rank has other paths than rank 0; the answer is equal on all ranks.
 
     Args:
-      everyone: for each rank, (what writes, its path) pairs.
+      everyone: for each rank, (name of the callback class or function that writes, its path) pairs.
     """
     return any(_pair(theirs, everyone[0]) for theirs in everyone)
 

@@ -39,7 +39,12 @@ _current: contextvars.ContextVar[FitProgress | None] = contextvars.ContextVar("_
 
 
 def call_method(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
-    """Runs ``evaluate``, ``predict`` or ``fit`` of a model on all ranks; replaces these methods in a run."""
+    """Replaces ``evaluate``, ``predict`` and ``fit`` of Keras models in a run: makes the call on all ranks.
+
+    Args:
+      original: Keras' own method.
+      model: the model; the method's other arguments follow.
+    """
     context = find_running()
     assert context is not None
     given = inspect.signature(original).bind(model, *args, **kwargs)
@@ -54,7 +59,13 @@ def call_method(original: Callable[..., Any], model: Any, *args: Any, **kwargs: 
 
 
 def call_fit(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
-    """Runs Keras 3's ``fit`` on all ranks, and lets other processes join it if the run is elastic."""
+    """Replaces ``fit`` of Keras 3 models in a run: makes the call on all ranks, and lets other processes join it if the
+    run is elastic.
+
+    Args:
+      original: Keras' own method.
+      model: the model; the method's other arguments follow.
+    """
     context = find_running()
     assert context is not None
     given = inspect.signature(original).bind(model, *args, **kwargs)
@@ -76,6 +87,11 @@ def _begin_together(
     original: Callable[..., Any], given: inspect.BoundArguments, context: Context
 ) -> Callable[[], None]:
     """Checks that all ranks make the same call, and exchanges the paths to which their callbacks write; collective.
+
+    Args:
+      original: the Keras method that is called.
+      given: its arguments.
+      context: the run.
 
     Returns:
       A function to call at the end, which links rank 0's files into this rank's folders.
@@ -113,7 +129,7 @@ def _call_original(original: Callable[..., Any], given: inspect.BoundArguments, 
 
 
 def print_once(original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-    """Replaces Keras' ``print_msg`` and ``summary``, so that only rank 0 prints."""
+    """Replaces Keras' ``print_msg`` and ``Model.summary`` (``original``), so that only rank 0 prints."""
     context = find_running()
     if context is None or kwargs.get("print_fn") is not None or (is_first(context) and context.planning.dry is None):
         original(*args, **kwargs)
@@ -223,7 +239,11 @@ def _adapt_for_other_ranks(callbacks: Any) -> Iterator[Any]:
 
 
 def _redirect(callback: Any, stack: ExitStack) -> bool:
-    """Redirects a callback's files until ``stack`` is closed; returns False if this rank must not call it at all."""
+    """Makes a callback write its files to a temporary place until ``stack`` is closed, on ranks other than 0.
+
+    Returns:
+      False if this rank must not call the callback at all.
+    """
     for kind, change in _CHANGES.items():
         if kind in list_kinds(callback):
             return change(callback, stack)
@@ -251,7 +271,12 @@ def _leave_out(callback: Any, stack: ExitStack) -> bool:
 
 
 def _adapt_backup(callback: Any, stack: ExitStack) -> bool:
-    """Makes a BackupAndRestore restore rank 0's backup, and take part in the collective save without writing."""
+    """Makes a BackupAndRestore restore rank 0's backup, and take part in the collective save without writing, until
+    ``stack`` is closed.
+
+    Returns:
+      True: the callback is called on this rank.
+    """
     path = getattr(callback, "_weights_path", None)
     if path is None:  # tf_keras writes with a checkpoint manager, which init_training_state has replaced
         return True
@@ -261,7 +286,9 @@ def _adapt_backup(callback: Any, stack: ExitStack) -> bool:
 
 
 def restore_training(original: Callable[..., None], callback: Any, *args: Any, **kwargs: Any) -> None:
-    """Replaces ``on_train_begin`` of BackupAndRestore, so that all ranks wait for rank 0's backup and restore it."""
+    """Replaces ``BackupAndRestore.on_train_begin`` (``original``), so that all ranks wait for rank 0's backup and
+    restore it.
+    """
     if (fit := elastic_fit.find_current()) is not None and fit.taken_up is not None:
         return  # this process has joined the run, and continues where the other ranks are
     wait_for_first_rank("the backup of an earlier training")
@@ -269,7 +296,9 @@ def restore_training(original: Callable[..., None], callback: Any, *args: Any, *
 
 
 def init_training_state(original: Callable[..., None], state: Any, *args: Any, **kwargs: Any) -> None:
-    """Replaces the constructor of tf_keras' WorkerTrainingState, so that other ranks back up to a temporary folder."""
+    """Replaces the constructor of tf_keras' WorkerTrainingState (``original``), so that ranks other than 0 write their
+    backups to a temporary folder.
+    """
     original(state, *args, **kwargs)
     context = find_running()
     if context is not None and context.rank != 0:

@@ -140,6 +140,11 @@ def _cut_array_batches(dataset: Any, context: Context, again: bool) -> _ArrayBat
 
     Keras zips a dataset of row indices with the arrays, and gathers the rows in a map function. Here the indices are
     cut before this function.
+
+    Args:
+      dataset: the dataset that Keras made.
+      context: the run.
+      again: True if the arrays were compared between the ranks already, when Keras first made a dataset of them.
     """
     while type(dataset).__name__ in UNCHANGED:
         dataset = dataset._input_dataset

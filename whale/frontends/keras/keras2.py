@@ -62,7 +62,19 @@ def patch_keras2(package: str) -> None:
 def _make_function(
     what: str, concat: Callable[..., Any], original: Callable[..., Any], model: Any, force: bool = False
 ) -> Any:
-    """Replaces ``make_train_function``, ``make_test_function`` and ``make_predict_function``."""
+    """Replaces ``make_train_function``, ``make_test_function`` and ``make_predict_function``.
+
+    Args:
+      what: "train", "test" or "predict".
+      concat: Keras' function that concatenates the predictions of several batches.
+      original: Keras' own method, which is not called.
+      model: the model.
+      force: whether to create the function even if the model has a valid one.
+
+    Returns:
+      The function, which runs one batch (or ``steps_per_execution`` batches) of an iterator on all ranks. It also
+      becomes the model's ``train_function`` (``test_function``, ``predict_function``).
+    """
     name = f"{what}_function"
     context = find_new_run(model, name, getattr(model, name), force)
     if context is None:
@@ -81,7 +93,9 @@ def _make_function(
         return tf.nest.map_structure(lambda a, b: concat([a, b]), one, other)
 
     def function(iterator: Iterator[Any]) -> Any:
-        """Runs several batches at once, as Keras 2 does; returns all predictions, else the last batch's result."""
+        """Runs the next batch, or ``steps_per_execution`` batches; returns all predictions, or the last batch's
+        metrics.
+        """
         steps = model._steps_per_execution
         found: list[Any] = []
         for i, batch in enumerate(itertools.islice(iterator, 1 if steps is None else int(steps.numpy().item()))):
@@ -103,20 +117,24 @@ def _make_function(
 
 
 def _make_legacy_seed(original: Callable[[Any], Any], generator: Any) -> Any:
-    """Replaces RandomGenerator's method, so that a step that Whale traces again gets the seeds of its first trace."""
+    """Replaces ``RandomGenerator.make_legacy_seed`` (``original``), so that a step that Whale traces again gets the
+    seeds of its first trace.
+    """
     return once_in_a_trace(functools.partial(original, generator))
 
 
 def _begin_epochs(original: Callable[..., None], handler: Any, *args: Any, **kwargs: Any) -> None:
-    """Replaces DataHandler's constructor, so that shuffles without a seed are equal on all ranks."""
+    """Replaces DataHandler's constructor (``original``), so that shuffles without a seed are equal on all ranks."""
     with common_seed():
         original(handler, *args, **kwargs)
 
 
 def _configure_dataset(original: Callable[..., Any], handler: Any, *args: Any, **kwargs: Any) -> None:
-    """Replaces DataHandler's dataset by one of this rank's rows.
+    """Replaces the DataHandler method that prepares the dataset (``original``): the dataset then yields only this
+    rank's rows.
 
-    Not if ``distribute=False``: then a layer adapts to the data, which all ranks do with all rows.
+    If Keras passes ``distribute=False``, the dataset stays whole: a preprocessing layer adapts to all rows on every
+    rank.
     """
     original(handler, *args, **kwargs)
     context = find_running()

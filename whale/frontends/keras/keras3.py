@@ -64,7 +64,18 @@ def patch_keras3() -> None:
 
 
 def _make_function(what: str, original: Callable[..., Any], model: Any, force: bool = False) -> Any:
-    """Replaces ``make_train_function`` and ``make_test_function``."""
+    """Replaces ``make_train_function`` and ``make_test_function``.
+
+    Args:
+      what: "train" or "test".
+      original: Keras' own method, which is not called.
+      model: the model.
+      force: whether to create the function even if the model has a valid one.
+
+    Returns:
+      The function, which runs ``steps_per_execution`` batches of an iterator on all ranks. It also becomes the model's
+      ``train_function`` (``test_function``).
+    """
     name = f"{what}_function"
     context = find_new_run(model, name, getattr(model, name), force)
     if context is None:
@@ -109,7 +120,8 @@ def _make_predict_function(concat: Callable[..., Any], original: Any, model: Any
 def _compile_loss(
     original: Callable[..., Any], losses: Any, y_true: Any, y_pred: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """Replaces CompileLoss.call, so that the metrics of single outputs' losses are averaged as in plain Keras.
+    """Replaces ``CompileLoss.call`` (``original``), so that the metrics of single outputs' losses are averaged as in
+    plain Keras.
 
     If plain Keras would not know the batch size when it traces, it averages these losses over batches, not over rows.
     """
@@ -131,7 +143,9 @@ def _update_without_rows(update_state: Callable[..., Any], values: Any, sample_w
 
 
 def _begin_epochs(original: Callable[..., None], epochs: Any, *args: Any, **kwargs: Any) -> None:
-    """Replaces the epoch iterator's constructor, so that shuffles without a seed are equal on all ranks."""
+    """Replaces the constructor of Keras' epoch iterator (``original``), so that shuffles without a seed are equal on
+    all ranks.
+    """
     fit = elastic_fit.find_current()
     epochs._whale_fit = fit, "" if fit is None else fit.next_kind()
     with _use_common_seeds(epochs, "begun"), common_seed():
@@ -143,7 +157,7 @@ def _use_common_seeds(epochs: Any, what: str, again: bool = False) -> AbstractCo
 
     Args:
       epochs: Keras' epoch iterator.
-      what: "begun" or "read": which of its data are created.
+      what: "begun" for data that its constructor creates, "read" for those that it creates when it is iterated over.
       again: whether the data were created before.
     """
     fit, kind = epochs._whale_fit
@@ -151,17 +165,18 @@ def _use_common_seeds(epochs: Any, what: str, again: bool = False) -> AbstractCo
 
 
 def _iterate_steps(original: Callable[[Any], Iterator[Any]], epochs: Any) -> Iterator[Any]:
-    """Replaces the epoch iterator's method; yields its steps, without those taken before this process joined the
-    run.
+    """Replaces the method of Keras' epoch iterator that yields steps (``original``): leaves out those that the other
+    ranks took before this process joined the run.
     """
     fit, kind = epochs._whale_fit
     return fit.iterate_steps(epochs, original(epochs)) if kind == elastic_fit.TRAINING else original(epochs)
 
 
 def _get_iterator(original: Callable[[Any], Any], epochs: Any) -> Any:
-    """Returns the batches of an epoch for this rank.
+    """Replaces ``_get_iterator`` of Keras' epoch iterator (``original``): returns this rank's batches of an epoch.
 
-    A dataset of the script's is prepared once, so that its shuffle goes on to another order in each epoch.
+    A dataset of the script's is prepared once for all epochs, so that its shuffle goes on to another order in each
+    epoch.
     """
     context = find_running()
     assert context is not None

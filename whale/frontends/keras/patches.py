@@ -15,6 +15,9 @@ def replace_method(kind: type, name: str, new: Callable[..., Any], before: Calla
     """Replaces method ``name`` of a class: during a run ``new(original, self, ...)`` is called instead.
 
     Args:
+      kind: the class.
+      name: name of the method.
+      new: the replacement; ``original`` is the method that it replaces.
       before: called with the object before the original method, if no run is active; None: nothing is called.
     """
     setattr(kind, name, _wrap_during_run(getattr(kind, name), new, before))

@@ -28,7 +28,8 @@ _saving: contextvars.ContextVar[Any] = contextvars.ContextVar("saving", default=
 def save(original: Callable[..., Any], model: Any, filepath: Any, *args: Any, **kwargs: Any) -> Any:
     """Replaces Keras' functions that write a model or its weights; collective.
 
-    On rank 0 calls the original with whole values of all variables; other ranks return None.
+    On rank 0 calls ``original``, the function that it replaces, with whole values of all variables; other ranks return
+    None.
     """
     context = find_running()
     assert context is not None
@@ -50,12 +51,12 @@ def save(original: Callable[..., Any], model: Any, filepath: Any, *args: Any, **
 
 
 def load(original: Callable[..., Any], model: Any, filepath: Any, *args: Any, **kwargs: Any) -> Any:
-    """Replaces Keras' functions that read weights into a model; waits until rank 0 has written them."""
+    """Replaces Keras' functions that read weights into a model (``original``); waits until rank 0 has written them."""
     return original(model, find_written(filepath), *args, **kwargs)
 
 
 def load_model(original: Callable[..., Any], filepath: Any, *args: Any, **kwargs: Any) -> Any:
-    """Replaces Keras' functions that read a model; waits until rank 0 has written it."""
+    """Replaces Keras' functions that read a model (``original``); waits until rank 0 has written it."""
     return original(find_written(filepath), *args, **kwargs)
 
 

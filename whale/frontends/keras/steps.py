@@ -36,9 +36,10 @@ _PATH = "_whale_path"  # of a layer: the path of its scope
 
 
 class BatchStep:
-    """Runs a model's step on a batch, by one ``wh.function`` of the batch's tensors for each structure of batches.
+    """Runs a model's train, test or predict step on batches, as ``wh.function`` steps over all ranks.
 
-    To pass nested batches to a ``wh.function`` would cost more than the call of the step.
+    A ``wh.function`` is created for each structure of batches, and takes the batch's tensors as a flat list, since
+    passing nested batches would cost more than calling the step.
 
     Args:
       name: name of the step in plans and messages.
@@ -57,13 +58,19 @@ class BatchStep:
         self._latest: tuple[Any, Hashable] = (None, None)  # what iterators yield, and the trace for it
 
     def trace(self, batches: Any, slot: int = 0) -> tuple[Hashable, int]:
-        """Returns which of its traces plain Keras would use for these batches, as (key of the trace, ``slot``).
+        """Finds out with which of its traces plain Keras would run these batches, so that random ops draw the same
+        numbers as there.
 
-        Random ops count their seeds per trace, so that Whale has to tell traces apart to draw the same numbers.
+        TensorFlow numbers the random ops without a seed within each trace, and derives their seeds from these numbers.
+        With ``steps_per_execution`` above 1, one trace of plain Keras contains the step several times, with other
+        numbers each time.
 
         Args:
           batches: the argument of Keras' function: an iterator with an ``element_spec``, or one or several batches.
-          slot: index of the step among those that one trace of plain Keras runs (steps_per_execution).
+          slot: index of the step within such a trace: 0 for its first batch, 1 for the second.
+
+        Returns:
+          (key of the trace, ``slot``), the argument ``trace`` of a call.
         """
         specs = getattr(batches, "element_spec", None)
         if specs is not None and specs is self._latest[0]:
@@ -76,13 +83,14 @@ class BatchStep:
     def __call__(
         self, batch: Any, rows_vary: bool = False, trace: tuple[Hashable, int] | None = None, goes_on: bool = False
     ) -> Any:
-        """Runs the step on a batch; collective.
+        """Runs the step on a batch, and returns the step's result; collective.
 
         Args:
+          batch: the batch, a structure of tensors or ShardedTensors.
           rows_vary: whether plain Keras would trace the step with an unknown batch size.
-          trace: the result of ``trace``; None: no trace of plain Keras to follow.
-          goes_on: whether plain Keras has this slot in the same graph as the slot before, so that its random ops count
-            on.
+          trace: the result of the method ``trace``; None: random ops need not follow a trace of plain Keras.
+          goes_on: whether, in plain Keras, the step with the slot before this one is in the same graph, so that the
+            numbers of random ops continue from there.
         """
         leaves = [None if isinstance(leaf, tf.experimental.Optional) else leaf for leaf in tf.nest.flatten(batch)]
         present = tuple([leaf is not None for leaf in leaves])
@@ -148,8 +156,9 @@ def find_new_run(model: Any, name: str, made_now: Any, force: bool) -> Context |
     """Returns the run for which a model's function has to be created; None if the present function is valid.
 
     Args:
+      model: the model.
       name: "train_function", "test_function" or "predict_function".
-      made_now: the model's present function; None if it has none.
+      made_now: the model's present function of that name; None if it has none.
       force: whether to create it in any case.
 
     Raises:
@@ -200,13 +209,17 @@ def _is_made_by_keras(made: Any) -> bool:
 
 
 def init_layer(original: Callable[..., Any], layer: Any, *args: Any, **kwargs: Any) -> None:
-    """Replaces a layer's ``__init__``: records the scope in which the layer is created."""
+    """Replaces ``Layer.__init__`` (``original``): records the scope (``wh.stage``, ``wh.split``) in which the layer is
+    created.
+    """
     _remember(layer, _find_running())
     original(layer, *args, **kwargs)
 
 
 def call_layer(original: Callable[..., Any], layer: Any, *args: Any, **kwargs: Any) -> Any:
-    """Replaces a layer's ``__call__``: in a traced step, the layer runs in the scope that was recorded for it."""
+    """Replaces ``Layer.__call__`` (``original``): in a traced step, the layer runs in the scope that was recorded for
+    it.
+    """
     context = _find_running()
     if not capturing.get():
         _remember(layer, context)
@@ -219,7 +232,8 @@ def call_layer(original: Callable[..., Any], layer: Any, *args: Any, **kwargs: A
 
 
 def enter_name_scope(original: Callable[..., Any], scope: Any) -> Any:
-    """Replaces ``name_scope.__enter__`` of Keras 3, so that operations have the same name scopes as variables.
+    """Replaces ``name_scope.__enter__`` of Keras 3 (``original``), so that operations have the same name scopes as
+    variables.
 
     Keras enters most name scopes twice, and TensorFlow appends a number the second time. ``wh.annotate`` could then not
     tell the second scope of a layer `dense` from a layer `dense_1`.

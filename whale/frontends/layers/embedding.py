@@ -83,14 +83,11 @@ class Embedding(tf.keras.layers.Layer):  # type: ignore[misc]
       dynamic: whether ids are assigned to slots.
       evict: which id loses its slot: "lru" (used longest ago) or "lfu" (used least often).
       folder: a folder on a local disk. In a run with several ranks, a sharded table, and the state of a lazy optimizer
-        for
-        it, are then stored in files there instead of memory.
+        for it, are then stored in files there instead of memory.
       hot: ids whose rows every rank has (see ``wh.layers.hot_ids``), or a number n for the first n rows. Their
-        gradients
-        are all-reduced and the ids are not sent; the other rows are sharded by rows. The hot rows are the variable
-        `hot_rows`, their ids the variable `hot_ids`, both saved in checkpoints; the same rows in `embeddings` are
-          unused. A
-        lazy optimizer updates all hot rows in each step.
+        gradients are all-reduced and the ids are not sent; the other rows are sharded by rows. The hot rows are the
+        variable `hot_rows`, their ids the variable `hot_ids`, both saved in checkpoints; the same rows in `embeddings`
+        are unused. A lazy optimizer updates all hot rows in each step.
 
     Raises:
       ProgramError: the arguments contradict each other, or inputs do not fit them.
@@ -102,16 +99,32 @@ class Embedding(tf.keras.layers.Layer):  # type: ignore[misc]
         evict: str = "lru", folder: str | None = None, hot: int | Sequence[int] | None = None, **more: Any,
     ) -> None:  # fmt: skip
         super().__init__(**more)
-        _check(input_dim > 0 < output_dim, f"input_dim={input_dim}, output_dim={output_dim}", "positive sizes")
-        _check(combiner in _COMBINERS, f"combiner={combiner!r}", "None, sum, mean or sqrtn")
-        _check(sharded in (*_SHARDED, "whole"), f"sharded={sharded!r}", "None, rows, columns or whole")
+        _check(
+            input_dim > 0 < output_dim,
+            f"input_dim={input_dim}, output_dim={output_dim}",
+            "input_dim and output_dim of 1 or more",
+        )
+        _check(combiner in _COMBINERS, f"combiner={combiner!r}", "combiner None, 'sum', 'mean' or 'sqrtn'")
+        _check(sharded in (*_SHARDED, "whole"), f"sharded={sharded!r}", "sharded None, 'rows', 'columns' or 'whole'")
         self.input_dim, self.output_dim, self.combiner = input_dim, output_dim, combiner
-        _check(not dynamic or sharded != "rows", "dynamic=True, sharded='rows'", "columns, whole or None")
-        _check(evict in EVICTS, f"evict={evict!r}", " or ".join(EVICTS))
-        _check(folder is None or sharded != "whole", f"folder={folder!r}, sharded='whole'", "rows, columns or None")
+        _check(
+            not dynamic or sharded != "rows",
+            "dynamic=True, sharded='rows'",
+            "with dynamic=True, sharded 'columns', 'whole' or None",
+        )
+        _check(evict in EVICTS, f"evict={evict!r}", "evict " + " or ".join(map(repr, EVICTS)))
+        _check(
+            folder is None or sharded != "whole",
+            f"folder={folder!r}, sharded='whole'",
+            "with folder, sharded 'rows', 'columns' or None",
+        )
         self.max_ids, self.sharded, self.grows, self.evict, self.folder = max_ids, sharded, dynamic, evict, folder
-        _check(hot is None or sharded in (None, "rows"), f"hot={hot!r:.80}, sharded={sharded!r}", "rows or None")
-        _check(hot is None or not dynamic, f"hot={hot!r:.80}, dynamic=True", "one of them")
+        _check(
+            hot is None or sharded in (None, "rows"),
+            f"hot={hot!r:.80}, sharded={sharded!r}",
+            "with hot, sharded 'rows' or None",
+        )
+        _check(hot is None or not dynamic, f"hot={hot!r:.80}, dynamic=True", "hot or dynamic, not both")
         self.hot = _check_hot(hot, input_dim)
         self.embeddings_initializer = tf.keras.initializers.get(embeddings_initializer)
         self._starts = _find_row_range(self.embeddings_initializer) if dynamic else None
@@ -164,7 +177,11 @@ class Embedding(tf.keras.layers.Layer):  # type: ignore[misc]
           weights: weights of the ids, in the same form; None: 1 for each id.
           training: whether a dynamic table gives slots to new ids.
         """
-        _check(weights is None or self.combiner is not None, "weights", "a combiner, where there are weights")
+        _check(
+            weights is None or self.combiner is not None,
+            "weights of the ids, and combiner=None",
+            "combiner='sum', 'mean' or 'sqrtn' if weights are passed",
+        )
         with _enter_scope(replica):
             bags = self._read_bags(inputs, weights)
             ids = bags.ids
@@ -203,7 +220,7 @@ class Embedding(tf.keras.layers.Layer):  # type: ignore[misc]
 
     def _read_bags(self, inputs: Any, weights: Any) -> _Bags:
         alike = weights is None or _is_composite(weights) == _is_composite(inputs)
-        _check(alike, "weights of another form than the ids", "both dense, ragged, or sparse")
+        _check(alike, "weights of another form than the ids", "ids and weights both dense, both ragged or both sparse")
         ids = self._make_dense(inputs, "" if inputs.dtype == tf.string else ABSENT)
         if self.grows and ids.dtype == tf.string:
             ids = tf.where(ids == "", tf.constant(ABSENT, tf.int64), tf.strings.to_hash_bucket_fast(ids, _HASHES))
@@ -216,7 +233,11 @@ class Embedding(tf.keras.layers.Layer):  # type: ignore[misc]
     def _make_dense(self, value: Any, absent: int | str) -> tf.Tensor:
         if isinstance(value, tf.RaggedTensor):
             given = f"ragged inputs {value.shape}, max_ids={self.max_ids}"
-            _check(self.max_ids is not None and value.shape.rank == 2, given, "[batch, ragged] and max_ids")
+            _check(
+                self.max_ids is not None and value.shape.rank == 2,
+                given,
+                "ragged inputs of shape [batch, None], and the argument max_ids",
+            )
             largest = tf.reduce_max(value.row_lengths())
             fits = tf.debugging.Assert(largest <= self.max_ids, ["a bag of more ids than max_ids", largest])
             with tf.control_dependencies([fits] if fits is not None else []):  # None: eagerly it has been looked at
@@ -270,7 +291,11 @@ def _find_row_range(initializer: Any) -> tuple[float, float]:
     found = initializer.get_config()
     if {"minval", "maxval"} <= set(found):
         return float(found["minval"]), float(found["maxval"])
-    _check(set(found) <= {"value"}, f"embeddings_initializer={initializer!r}", "uniform, zeros, ones or a constant")
+    _check(
+        set(found) <= {"value"},
+        f"embeddings_initializer={initializer!r}",
+        "with dynamic=True, uniform, zeros, ones or a constant",
+    )
     return (float(found.get("value", type(initializer).__name__ == "Ones")),) * 2
 
 
@@ -288,7 +313,7 @@ def _check(good: bool, given: str, expected: str) -> None:
             "wh.layers.Embedding does not accept these arguments or inputs",
             given=given,
             expected=expected,
-            action="correct the arguments of the layer, or its inputs",
+            action="change this argument of wh.layers.Embedding, or the inputs of its call",
         )
 
 
@@ -304,8 +329,7 @@ def hot_ids(batches: Iterable[Any], ranks: int, *, count: int | None = None) -> 
       batches: integer arrays of ids [batch, ...]; negative ids are absent.
       ranks: number of ranks over which a batch is divided.
       count: if given, returns this number of the most used ids, whether replication pays or not. E.g. as many rows as
-        fit
-        on the accelerators, while the table is in host memory (``memory.offload="tables"``).
+        fit on the accelerators, while the table is in host memory (``memory.offload="tables"``).
 
     Raises:
       ProgramError: there is no batch, a batch has fewer rows than there are ranks, or it does not hold integers.
@@ -345,8 +369,7 @@ def _look_up(hot_ids: tf.Variable, hot_rows: tf.Variable, ids: tf.Tensor) -> tup
 
     Returns:
       (rows [n, width], of any content where an id is not hot; bool [n]: whether each id is hot; ids [n] to look up in
-        the
-      sharded table, where one hot id stands in for all hot ids, so that few rows are exchanged for them).
+      the sharded table, where one hot id stands in for all hot ids, so that few rows are exchanged for them).
     """
     count, width = hot_rows.shape
     known = tf.cast(tf.convert_to_tensor(hot_ids), ids.dtype)
@@ -385,6 +408,6 @@ def _check_hot(hot: Any, rows: int) -> list[int] | None:
             "wh.layers.Embedding does not accept this value of hot",
             given=f"hot={hot!r:.80} for a table of {rows} rows",
             expected=f"different ids from 0 to {rows - 1}, but not all of them; or a number from 1 to {rows - 1}",
-            action="correct hot; wh.layers.hot_ids finds ids for which it pays",
+            action="pass such ids as hot; wh.layers.hot_ids(batches, ranks) finds those for which it saves time",
         )
     return ids

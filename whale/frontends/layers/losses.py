@@ -55,8 +55,7 @@ def curricularface(
 
     Args:
       average: a scalar, non-trainable variable, initially 0, which this function updates: the moving average of the
-        cosine
-        between rows and their classes.
+        cosine between rows and their classes.
       momentum: decay of this average.
     """
     near = _compute_cosine(features, weights)
@@ -76,9 +75,9 @@ def partial_fc(
 ) -> tf.Tensor:  # fmt: skip
     """Returns the ArcFace loss of each row, [rows], over a sample of the classes.
 
-    The sample has the classes of the batch, and others that are drawn anew in each step. Classes are drawn in blocks,
-    the same number from each, so that every rank draws from its own blocks, and the sample depends on the seed only,
-    not on the number of ranks. Source: An et al., "Partial FC", 2021.
+    The sample consists of the classes of the batch, and of random ones that are drawn anew in each step. The classes
+    are divided into ``blocks`` blocks, and the same number is sampled from each. Each rank samples from the blocks that
+    it holds, so the sample depends on the seed only, not on the number of ranks. Source: An et al., "Partial FC", 2021.
 
     Args:
       features: [rows, width], normalised here.
@@ -87,9 +86,8 @@ def partial_fc(
       sample: number of sampled classes in total; per block at least min(rows, classes per block).
       seed: two integers that differ in each step: ``[7, step]``.
       margin, scale: as for ``arcface``.
-      blocks: number of blocks: a multiple of the number of ranks, and a divisor of the number of classes. If
-        ``weights`` has
-        blocks, their number counts instead.
+      blocks: number of blocks: a multiple of the number of ranks, and a divisor of the number of classes. Ignored if
+        ``weights`` has a dimension of blocks.
 
     Raises:
       ProgramError: ``blocks`` does not divide the classes, or ``sample`` is too small to hold all classes of the batch.
@@ -99,13 +97,17 @@ def partial_fc(
     if table.shape.rank == 3:
         blocks = table.shape[0]
     else:
-        _check(table.shape[0] % blocks == 0, f"{table.shape[0]} classes, blocks={blocks}", "a divisor of the classes")
+        _check(
+            table.shape[0] % blocks == 0,
+            f"{table.shape[0]} classes, blocks={blocks}",
+            "blocks that divide the number of classes",
+        )
         table = tf.reshape(table, [blocks, table.shape[0] // blocks, width])
     each, taken = table.shape[1], sample // blocks
     _check(
         rows is not None and min(rows, each) <= taken <= each,
         f"sample={sample} in {blocks} blocks of {each} classes, {rows} rows",
-        f"{blocks * min(rows or each, each)} to {blocks * each}",
+        f"sample from {blocks * min(rows or each, each)} to {blocks * each}",
     )
     drawn = tf.random.stateless_uniform([blocks, each], seed)
     ones = tf.ones([rows], drawn.dtype)
@@ -172,7 +174,9 @@ def _sum_squares(table: tf.Tensor) -> tuple[tf.Tensor, Callable[[tf.Tensor], tf.
 
 
 def _find_places(labels: tf.Tensor) -> tf.Tensor:
-    """Returns the indices (row, label) of the labels' logits, [rows, 2], for ``tf.gather_nd``."""
+    """Returns, for ``tf.gather_nd``, the index (row, label) at which each row has the logit of its own class, [rows,
+    2].
+    """
     labels = tf.cast(labels, tf.int32)
     return tf.stack([tf.range(tf.shape(labels)[0]), labels], -1)
 
@@ -198,5 +202,5 @@ def _check(good: bool, given: str, expected: str) -> None:
             "wh.losses.partial_fc cannot sample the classes with these arguments",
             given=given,
             expected=expected,
-            action="change sample or blocks",
+            action="change the arguments sample or blocks of wh.losses.partial_fc",
         )

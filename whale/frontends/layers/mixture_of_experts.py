@@ -43,10 +43,8 @@ class MoE(tf.keras.layers.Layer):  # type: ignore[misc]
       top_k: number of experts per token.
       capacity_factor: an expert has this times tokens * top_k / experts slots per group, rounded up; with a factor of
         ``experts / top_k`` no token is dropped. None: all tokens are one group, and each expert has as many slots as
-          the
-        fullest one needs, so that no token is dropped. The number of slots is then known only when the step runs, so
-          None
-        requires ``choose="tokens"`` and excludes micro-batches.
+        the fullest one needs, so that no token is dropped. The number of slots is then known only when the step runs,
+        so None requires ``choose="tokens"`` and excludes micro-batches.
       choose: "tokens": each token chooses ``top_k`` experts. "experts": each expert chooses as many tokens as it has
         slots.
       groups: number of groups for inputs of rank 2; None: one group.
@@ -54,8 +52,7 @@ class MoE(tf.keras.layers.Layer):  # type: ignore[misc]
       balance_weight: weight of the loss that is least if tokens are spread evenly over the experts (Fedus et al.,
         2021).
       balance: whether this loss is computed over the whole "batch", or per "group" and averaged. "batch" needs the
-        whole
-        batch before the backward pass, so it excludes micro-batches.
+        whole batch before the backward pass, so it excludes micro-batches.
       z_weight: weight of the loss that keeps the router's logits small (Zoph et al., "ST-MoE", 2022).
       noise: standard deviation of the normal noise that is added to the router's logits in training.
       activation: activation of the experts' hidden layer.
@@ -70,11 +67,15 @@ class MoE(tf.keras.layers.Layer):  # type: ignore[misc]
         z_weight: float = 0.001, noise: float = 0.0, activation: str | Callable[..., Any] = "relu", **more: Any,
     ) -> None:  # fmt: skip
         super().__init__(**more)
-        _check(1 <= top_k <= experts, f"top_k={top_k} of {experts} experts", f"1 to {experts}")
-        _check(choose in _CHOICES, f"choose={choose!r}", " or ".join(_CHOICES))
-        _check(balance in _BALANCES, f"balance={balance!r}", " or ".join(_BALANCES))
+        _check(1 <= top_k <= experts, f"top_k={top_k} of {experts} experts", f"top_k from 1 to {experts}")
+        _check(choose in _CHOICES, f"choose={choose!r}", "choose " + " or ".join(map(repr, _CHOICES)))
+        _check(balance in _BALANCES, f"balance={balance!r}", "balance " + " or ".join(map(repr, _BALANCES)))
         open_ended = capacity_factor is None
-        _check(not open_ended or choose == "tokens", f"{choose=}, {capacity_factor=}", "a capacity, or choose='tokens'")
+        _check(
+            not open_ended or choose == "tokens",
+            f"{choose=}, {capacity_factor=}",
+            "a number as capacity_factor, or choose='tokens'",
+        )
         self.experts, self.hidden, self.top_k, self.capacity_factor = experts, hidden, top_k, capacity_factor
         self.choose, self.groups, self.shared, self.balance = choose, groups, shared, balance
         self.balance_weight, self.z_weight, self.noise = balance_weight, z_weight, noise
@@ -143,12 +144,14 @@ class MoE(tf.keras.layers.Layer):  # type: ignore[misc]
         _check(
             inputs.shape.rank == 2 and tokens is not None and tokens % groups == 0,
             f"inputs {inputs.shape}, groups={self.groups}",
-            "[batch, time, width] without groups, or [tokens, width] with a divisor of the tokens",
+            "inputs [batch, time, width] without groups, or inputs [tokens, width] with groups that divide the tokens",
         )
         return tf.reshape(inputs, [groups, tokens // groups, inputs.shape[-1]])
 
     def _dispatch_by_tokens(self, x: tf.Tensor, chances: tf.Tensor, capacity: int) -> _Dispatch:
         """Dispatches tokens to the experts that they choose.
+
+        A slot is a place for one token in an expert's batch; an expert has ``capacity`` of them per group.
 
         Args:
           x: tokens [group, token, width].
@@ -156,9 +159,9 @@ class MoE(tf.keras.layers.Layer):  # type: ignore[misc]
           capacity: number of slots per group and expert.
 
         Returns:
-          (slots [group, expert, slot, width]; weights of the experts' outputs per slot, or None if the function applies
-            them; a
-          function from the experts' outputs, in the shape of the slots, to outputs per token).
+          (the tokens in their slots [group, expert, slot, width]; weights of the experts' outputs per slot, or None if
+          the function applies them; a function from the experts' outputs, in the shape of the slots, to outputs per
+          token).
         """
         shape = tf.shape(x)
         gates, chosen = tf.math.top_k(chances, self.top_k)
@@ -250,5 +253,5 @@ def _check(good: bool, given: str, expected: str) -> None:
             "wh.layers.MoE does not accept these arguments or inputs",
             given=given,
             expected=expected,
-            action="correct the arguments of the layer, or its inputs",
+            action="change this argument of wh.layers.MoE, or the inputs of its call",
         )

@@ -37,7 +37,12 @@ class _Rows:
         return self.now if dtype is None else tf.cast(self.now, dtype)
 
     def begin_anew(self, fresh: tf.Tensor, first: float) -> None:
-        """Resets to ``first`` those rows for which ``fresh`` (bool [n]) is True, since their slots have got new ids."""
+        """Resets rows of an optimizer's state whose slots (of a dynamic table) have got new ids.
+
+        Args:
+          fresh: bool [n]: which of the rows to reset.
+          first: the initial value of this state.
+        """
         for _ in self.now.shape[1:]:
             fresh = tf.expand_dims(fresh, -1)
         self.now = tf.where(fresh, tf.constant(first, self.now.dtype), self.now)

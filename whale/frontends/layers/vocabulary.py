@@ -44,7 +44,7 @@ class Vocabulary:
     """Stores which id has which of the slots 0 to ``slots - 1``; slot ``slots`` is for ids that have none.
 
     Args:
-      add: creates a variable of a name, shape, dtype and initial value.
+      add: creates a variable of the layer, as ``add(name, shape, dtype, initial value)``.
       slots: number of slots, rounded up to whole buckets.
       evict: which id makes room: "lru", the one that was used longest ago, or "lfu", the one that was used least often.
     """
@@ -65,12 +65,13 @@ class Vocabulary:
         return self._choose(tf.reduce_any(hit, 1), at, tf.argmax(hit, 1))
 
     def place_ids(self, ids: tf.Tensor, counted: tf.Tensor) -> PlacedIds:
-        """Returns the slots of ids [n], int64, and gives slots to ids that have none.
+        """Returns the slots of ids [n], int64, and gives slots to ids that have none, taking them from ids of earlier
+        batches if no slot is free.
 
-        Ids of this batch keep their slots. If a bucket has more new ids than slots that can be given away, the last of
-        them get no slot.
+        If a bucket has more new ids than slots that can be given away, the last of them get no slot.
 
         Args:
+          ids: the ids of the batch, [n], int64; an id may occur several times.
           counted: bool [n]: whether this occurrence counts as a use of the id.
         """
         once, back = tf.unique(ids)

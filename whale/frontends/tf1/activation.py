@@ -40,7 +40,9 @@ def find_following_run() -> Context | None:
 
 @contextmanager
 def leave_alone() -> Iterator[None]:
-    """Makes sessions TensorFlow's own, and lets this rank write files, inside of the context."""
+    """Makes sessions that are created inside of the context TensorFlow's own, and lets this rank write files there, as
+    without a run.
+    """
     token = _asked.set(False)
     try:
         yield

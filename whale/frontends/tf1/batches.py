@@ -39,12 +39,14 @@ def find_batch_readers(context: Context, graph: tf.Graph) -> BatchReaders | None
 
 
 def read_parts(read: Read, names: Sequence[str], batches: BatchReaders, context: Context) -> list[np.ndarray]:
-    """Reads this rank's part of a batch, or reads the parts on all readers and returns the whole batch; collective.
+    """Reads this rank's part of a batch or, if the ranks need the whole batch, exchanges the parts and returns the
+    whole; collective.
 
     Args:
       read: reads one part: values in the order of ``names``.
       names: names of the values, for messages.
       batches: which ranks read, how many parts each, and whether the ranks need the whole batch.
+      context: the run.
 
     Raises:
       tf.errors.OpError: a rank could not read its part; raised on every rank.

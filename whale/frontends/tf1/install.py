@@ -69,8 +69,8 @@ def _make_session(kind: type, *args: Any, **kwargs: Any) -> Any:
 
 
 def _init_monitored(original: Any, master: str = "", is_chief: bool = True, *args: Any, **kwargs: Any) -> Any:
-    """Replaces MonitoredTrainingSession: every rank is a chief, so that all ranks have the same hooks and make the same
-    runs.
+    """Replaces the constructor of MonitoredTrainingSession (``original``): every rank is a chief, so that all ranks
+    have the same hooks and make the same runs.
     """
     return original(master, is_chief or find_spread_run() is not None, *args, **kwargs)
 
@@ -162,7 +162,8 @@ def _follow_first_rank(mine: bool, context: Context) -> bool:
 
 
 def _start(original: Any, thread: Any) -> None:
-    """Replaces the start of a Supervisor's thread: what it does every few seconds is done between the session's runs.
+    """Replaces ``start`` of a Supervisor's thread (``original``): its periodic work is done between the session's runs
+    instead of in a thread.
 
     Otherwise threads on different ranks would start runs in different orders.
     """

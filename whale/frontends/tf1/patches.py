@@ -58,8 +58,8 @@ def patch_estimators(training: ModuleType) -> None:
 
 
 def _init_run_config(original: Any, config: Any, *args: Any, **kwargs: Any) -> None:
-    """Replaces RunConfig's constructor: ignores ``TF_CONFIG`` and strategies, so that the Estimator sees one
-    machine.
+    """Replaces RunConfig's constructor (``original``): ignores ``TF_CONFIG`` and strategies, so that the Estimator sees
+    one machine.
     """
     context = find_spread_run()
     if context is None:
@@ -79,8 +79,11 @@ def _init_run_config(original: Any, config: Any, *args: Any, **kwargs: Any) -> N
 
 
 def _complete_run_config(original: Any, config: Any, model_dir: Any) -> Any:
-    """Refuses a RunConfig with a TensorFlow cluster; if there is no model_dir, all ranks get rank 0's temporary
-    folder.
+    """Replaces the Estimator function that completes its RunConfig (``original``): refuses one with a TensorFlow
+    cluster, and gives all ranks rank 0's temporary folder if there is no model_dir.
+
+    Raises:
+      ProgramError: the RunConfig describes a TensorFlow cluster.
     """
     context = find_spread_run()
     if context is not None:
@@ -105,8 +108,8 @@ def _broadcast(data: bytes | None, context: Context) -> bytes:
 
 
 def _export_on_first_rank(original: Any, *args: Any, **kwargs: Any) -> Any:
-    """Replaces an Estimator's export: rank 0 exports from a checkpoint in a session of its own, and sends the path to
-    all.
+    """Replaces an Estimator's export (``original``): rank 0 exports from a checkpoint in a session of its own, and
+    sends the path to all ranks.
     """
     context = find_spread_run()
     if context is None:
@@ -129,7 +132,7 @@ def _export_on_first_rank(original: Any, *args: Any, **kwargs: Any) -> Any:
             ranks="0",
             reason=reason,
             expected="an export directory that rank 0 can write to, and a checkpoint of the model",
-            action="correct what the reason says",
+            action="remove the cause that the reason names, and export again; training itself is not affected",
         )
     return result
 
@@ -216,7 +219,9 @@ def patch_writers() -> None:
 
 
 def _save(original: Any, *args: Any, **kwargs: Any) -> Any:
-    """Replaces ``Saver.save``: all ranks wait until rank 0 has written all files of the checkpoint; collective."""
+    """Replaces ``Saver.save`` (``original``): all ranks wait until rank 0 has written all files of the checkpoint;
+    collective.
+    """
     context = find_spread_run()
     token = _saving.set(True)
     try:
@@ -267,7 +272,9 @@ class _NullWriter:
 
 
 def _make_file_writer(original: Any, writer: Any, logdir: Any, *args: Any, **kwargs: Any) -> None:
-    """Replaces FileWriter's constructor: only rank 0 writes, since sessions return equal values on all ranks."""
+    """Replaces FileWriter's constructor (``original``): only rank 0 writes, since sessions return equal values on all
+    ranks.
+    """
     context = find_following_run()
     if find_spread_run() is not None:
         kwargs.pop("session", None)  # its operations would write in runs that all ranks make

@@ -122,7 +122,10 @@ class RanksGraph:
 
 
 class PlainSession(session.Session):  # type: ignore[misc]
-    """Is TensorFlow's own session, also while Whale replaces ``tf.compat.v1.Session``."""
+    """A TensorFlow session that runs only in this process.
+
+    ``tf.compat.v1.Session`` cannot be used for this, since Whale replaces it during a run.
+    """
 
 
 def find_name(handle: Node) -> str:

@@ -30,13 +30,15 @@ _Part = tuple[str, str, Callable[[], Any]]
 
 
 class CheckpointRuns:
-    """Executes a session's runs that write checkpoints: on rank 0, with parts from the other ranks.
+    """Executes a session's runs that write checkpoints: rank 0 writes, the other ranks add their parts of sharded
+    variables.
 
     Args:
       one_rank: runs parts of the graph on rank 0.
       variables: the session's variables.
-      run_on_all: makes a run on all ranks, as the session does.
-      saves_behind: returns the SaveV2 operations that given operations and tensors depend on.
+      run_on_all: makes a run on all ranks: a function of (fetches, targets, feeds, settings).
+      saves_behind: ``saves_behind(wanted, feeds)`` returns the SaveV2 operations that these operations and tensors
+        depend on.
     """
 
     def __init__(
@@ -105,8 +107,15 @@ class CheckpointRuns:
         feeds: Feeds,
         settings: Settings,
     ) -> dict[tf.Tensor, Any]:
-        """Runs all operations except ``rest``, which depends on a checkpoint; returns the fetched values and those to
-        save.
+        """Runs on all ranks what does not depend on a checkpoint, before the checkpoint is written.
+
+        Args:
+          files: the SaveV2 operations of the run.
+          rest: fetches and targets that depend on one of them, and are left out.
+          fetches, targets, feeds, settings: as for ``run``.
+
+        Returns:
+          Tensor -> value, for the fetches and for the inputs of ``files``.
         """
         tensors = dict.fromkeys(t for t in fetches if t not in rest)
         tensors.update(dict.fromkeys(t for save in files for t in (save.inputs[0], *save.inputs[3:])))
@@ -117,10 +126,16 @@ class CheckpointRuns:
     def _write(
         self, files: Sequence[tf.Operation], found: Mapping[tf.Tensor, Any], feeds: Feeds, options: Any
     ) -> frozenset[str]:
-        """Writes the files whose values are in ``found``, or that have parts from other ranks.
+        """Writes those files for which ``found`` has the values, or other ranks have parts.
+
+        Args:
+          files: the SaveV2 operations of the run.
+          found: values of tensors that have been computed.
+          feeds: values of fed tensors.
+          options: the RunOptions of Session.run.
 
         Returns:
-          Names of the SaveV2 operations that are done.
+          Names of the SaveV2 operations whose files are written; the others are left to the run on rank 0.
         """
         done = set()
         for op in files:
@@ -215,7 +230,7 @@ def _act_together(when: str, act: Callable[[], None], path: str, context: Contex
             ranks=", ".join(map(str, failed)),
             reason=said[failed[0]].decode(errors="replace"),
             expected="a directory with free space that every rank can write to",
-            action="correct what the reason says; earlier checkpoints are intact",
+            action="remove the cause that the reason names, and save again; earlier checkpoints are intact",
         )
 
 
@@ -228,6 +243,7 @@ def _list_parts(key: str, spec: str, name: str, held: SessionVariables) -> list[
       key: name in the checkpoint.
       spec: the slice of ``key`` that the variable is; "" if it is all of it.
       name: name of the variable.
+      held: the session's variables.
     """
     initial = held.find_deferred(name)
     if initial is not None:
@@ -263,8 +279,12 @@ def _list_parts(key: str, spec: str, name: str, held: SessionVariables) -> list[
 
 
 def _format_slice(spec: str, region: Region, shape: tuple[int, ...]) -> str:
-    """Returns the slice spec of a variable's region in the checkpoint; the variable may itself be a slice of a tensor
-    there.
+    """Returns the slice spec, as SaveV2 takes it, of a region of a variable in the checkpoint.
+
+    Args:
+      spec: the slice of a larger tensor of the checkpoint that the variable itself is; "" if it is a whole tensor.
+      region: the region within the variable.
+      shape: the variable's shape.
     """
     if not spec:
         return format_spec(region, shape)

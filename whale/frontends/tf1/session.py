@@ -226,7 +226,17 @@ class DistributedSession(BaseSession):  # type: ignore[misc]
         feeds: Mapping[tf.Tensor, np.ndarray],
         settings: tuple[Any, Any],
     ) -> list[Any]:
-        """Makes a run on all ranks, after the operations that bring in its data."""
+        """Makes a run on all ranks: first the operations that bring in its data, then the rest.
+
+        Args:
+          fetch_list: tensors to fetch.
+          target_list: operations to run.
+          feeds: values of fed tensors.
+          settings: (RunOptions, RunMetadata) of Session.run.
+
+        Returns:
+          The values of ``fetch_list``.
+        """
         options = settings[0]
         batches = find_batch_readers(self._whale, self.graph)
         feeds = join_fed_parts(feeds, batches, self._whale)
@@ -241,7 +251,7 @@ class DistributedSession(BaseSession):  # type: ignore[misc]
     def _find_operations(
         self, wanted: Sequence[Any], feeds: Mapping[tf.Tensor, np.ndarray], ops: Any
     ) -> list[tf.Operation]:
-        """Returns the operations of op types ``ops`` that run for ``wanted``."""
+        """Returns the operations of op types ``ops`` that would run for the fetches and targets ``wanted``."""
         key = ops, tuple(w.name for w in wanted), frozenset(t.name for t in feeds)
         if key not in self._saving:
             with self._lock:
@@ -249,8 +259,16 @@ class DistributedSession(BaseSession):  # type: ignore[misc]
         return self._saving[key]
 
     def _begin_datasets(self, wanted: Sequence[Any], feeds: Mapping[tf.Tensor, np.ndarray], options: Any) -> set[str]:
-        """Initialises iterators on this rank if each rank reads its own data; returns the names of the operations that
-        ran.
+        """Initialises this rank's iterators if each rank reads its own data (``batch.mode="local"``), as far as
+        ``wanted`` asks for it.
+
+        Args:
+          wanted: fetches and targets of the run.
+          feeds: values of fed tensors.
+          options: the RunOptions of Session.run.
+
+        Returns:
+          Names of the initialisers that ran; the run on all ranks leaves them out.
         """
         if not self._whale.has_local_batch:
             return set()
@@ -308,7 +326,12 @@ class DistributedSession(BaseSession):  # type: ignore[misc]
             raise
 
     def _settle(self, key: Hashable) -> None:
-        """Moves variables to the layouts of a run, and drops runs that were compiled for other layouts of them."""
+        """Moves variables to the layouts that a compiled run needs, and drops runs that were compiled for other layouts
+        of them.
+
+        Args:
+          key: key of the run among those that the session has compiled.
+        """
         moved = self._variables.move_to_layouts(self._layouts[key])
         for other, layouts in list(self._layouts.items()) if moved else ():
             if any(name in layouts and layouts[name] != self._layouts[key][name] for name in moved):
@@ -535,8 +558,11 @@ class ScaledLosses:
     def extend_run(
         self, wanted: Sequence[Any], feeds: Mapping[tf.Tensor, np.ndarray]
     ) -> tuple[Mapping[tf.Tensor, np.ndarray], list[tf.Tensor]]:
-        """Returns the feeds and additional fetches of a run: feeds with the loss scale, and flags "all gradients are
-        finite".
+        """Adds what a run with scaled losses needs: a feed for the loss scale, and fetches of the flags "all gradients
+        are finite".
+
+        Returns:
+          (all feeds, the additional fetches); if the run computes no gradients, ``feeds`` and [].
         """
         if self._scale is None:
             return feeds, []

@@ -98,7 +98,13 @@ class SessionVariables:
         return self._types[name]
 
     def read(self, name: str, position: int, dtype: tf.DType) -> np.ndarray:
-        """Returns the value, or the part of it, that rank number ``position`` of this process has of a variable."""
+        """Returns this process's present value of a variable: the whole value or, if it is sharded, one rank's tile.
+
+        Args:
+          name: name of the variable.
+          position: index of the rank among those of this process.
+          dtype: dtype of the variable.
+        """
         if (name, position) not in self._reads:
             with self._graph.as_default():
                 handle = self.handle(name, position, dtype)
@@ -106,7 +112,9 @@ class SessionVariables:
         return np.asarray(self._inner.run(self._reads[name, position]))
 
     def is_not_whole_here(self, name: str) -> bool:
-        """Returns True if some rank lacks the whole value of a variable: it is sharded, on other ranks, or deferred."""
+        """Returns True if some rank lacks the whole value of a variable: because the variable is sharded, stored on
+        other ranks only, or not initialised yet.
+        """
         return name in self._held or not self.find_sharding(name).can_serve(self._everywhere)
 
     def find_deferred_assignments(self, captured: Captured, graph: tf.Graph) -> DeferredAssignments:
@@ -114,7 +122,9 @@ class SessionVariables:
         return find_deferred(captured, graph) if self.context.may_divide_variables else DeferredAssignments({})
 
     def find_known_tiles(self, program: Program) -> dict[str, Tiles]:
-        """Returns the tiles of those variables of a program that an earlier run has sharded, by handle node."""
+        """Returns the tiles of those variables of a program that an earlier run has sharded, by handle node, so that
+        the program is planned with the same ones.
+        """
         used = [v for v in program.variables if _is_used(program, v)]
         named = ((v, self._divided.get(find_name(program.by_name[v.node]))) for v in used)
         return {v.node: lying.tiles for v, lying in named if lying is not None and lying.tiles is not None}
@@ -143,13 +153,14 @@ class SessionVariables:
         }
 
     def wait(self, waiting: DeferredAssignments, paths: Mapping[tf.Tensor, str]) -> None:
-        """Records the deferred assignments of a run; until they are made, the variables hold empty tensors.
+        """Records the deferred assignments of a run; until they are made, the variables hold empty tensors, so that
+        they count as initialised.
 
         Collective between processes if an initial value is random and has no seed.
 
         Args:
           waiting: the assignments.
-          paths: paths of checkpoints, by the tensors that name them.
+          paths: path of a checkpoint by the tensor that names it, for values that are read from checkpoints.
         """
         recorded = [what for _, what in waiting.found.values() if isinstance(what, RecordedInitializer)]
         seed = 0 if all(what.is_seeded for what in recorded) else self._draw_seed()
@@ -168,9 +179,12 @@ class SessionVariables:
     def move_to_layouts(self, wanted: Mapping[str, Layout]) -> list[str]:
         """Moves variables to the layouts that a run needs. Collective between processes if some layouts change.
 
+        Args:
+          wanted: what ``find_wanted_layouts`` returned for the run.
+
         Returns:
           Names of variables that were sharded or offloaded for the first time; runs that use them should be planned
-            again.
+          again.
         """
         moved, lying = [], {name: _find_sharding(use, self.context.size) for name, (use, _, _) in wanted.items()}
         for name, (_, held, on_host) in wanted.items():
@@ -195,8 +209,11 @@ class SessionVariables:
         self._bring(apart)
 
     def _bring(self, wanted: Mapping[str, VariableSharding]) -> None:
-        """Moves initialised variables to the wanted layouts, about 64 MiB at a time, to bound the memory for whole
-        values.
+        """Moves initialised variables to the wanted shardings, at most about 64 MiB at a time, since a move may need
+        the whole value on each rank.
+
+        Args:
+          wanted: name of a variable -> the sharding that it gets.
         """
         together: list[str] = []
         for name in (name for name, lying in wanted.items() if not self.find_sharding(name).can_serve(lying)):
@@ -224,7 +241,12 @@ class SessionVariables:
                 self._leave(name, wanted[name])
 
     def _leave(self, name: str, lying: VariableSharding) -> None:
-        """Frees a variable's value on ranks that do not have it in the sharding ``lying``."""
+        """Frees a variable's value on ranks that have no part in its new sharding.
+
+        Args:
+          name: name of the variable.
+          lying: its new sharding.
+        """
         self._run(self._moves.free(name, self._types[name], self.find_sharding(name).ranks - lying.ranks))
         self._now[name] = lying
 
@@ -245,7 +267,11 @@ class SessionVariables:
         return int.from_bytes(self.context.comms[0].broadcast_bytes(key, data, 0, timeout_s), "little")
 
     def _make(self, wanted: Mapping[str, VariableSharding]) -> None:
-        """Computes the deferred initial values of variables on the ranks that need them."""
+        """Computes the deferred initial values of variables on the ranks that need them.
+
+        Args:
+          wanted: name of a variable -> the sharding in which it is initialised.
+        """
         self._assign(made for name, lying in wanted.items() for made in self._make_values(name, lying))
 
     def _make_values(self, name: str, lying: VariableSharding) -> Iterator[tuple[str, int, np.ndarray]]:
@@ -290,7 +316,13 @@ class SessionVariables:
         run()
 
     def handle(self, name: str, position: int, dtype: tf.DType) -> tf.Tensor:
-        """Adds the resource handle of a variable of rank number ``position`` of this process to the ranks' graph."""
+        """Returns the resource handle of a variable, from an op that is added to the default graph.
+
+        Args:
+          name: name of the variable.
+          position: index of the rank among those of this process.
+          dtype: dtype of the variable.
+        """
         shared = make_rank_prefix(position) + name
         place = HOST_DEVICE if name in self.on_host else self._ranks_graph.device
         with self._graph.device(place):
@@ -312,7 +344,13 @@ class SessionVariables:
 
 
 def _compute_first_value(initial: DeferredInitial, lying: VariableSharding, rank: int) -> np.ndarray:
-    """Computes a rank's part of an initial value, as an array that nothing else refers to."""
+    """Computes a rank's part of an initial value, as an array that nothing else refers to.
+
+    Args:
+      initial: the deferred initial value.
+      lying: the sharding in which the variable is initialised.
+      rank: the rank.
+    """
     place = lying.find_place(rank)
     with tf_context.eager_mode():
         part = initial.compute_whole() if place is None else initial.make_part(lying.tiles, place).read_value()  # type: ignore[arg-type]
@@ -322,7 +360,7 @@ def _compute_first_value(initial: DeferredInitial, lying: VariableSharding, rank
 
 @dataclass(frozen=True, slots=True)
 class VariableSharding:
-    """Describes which ranks have a variable's present value.
+    """Describes which ranks store a variable's present value: the whole value, or tiles of it.
 
     Attributes:
       ranks: the ranks that have the value or a tile of it.
@@ -341,14 +379,21 @@ class VariableSharding:
         return self.order.index(rank) % self.tiles.count
 
     def can_serve(self, wanted: VariableSharding) -> bool:
-        """Returns True if each rank that needs a value in the sharding ``wanted`` has it in this one."""
+        """Returns True if no value has to be moved for a run that needs the sharding ``wanted``, because this one has
+        all of it in place.
+        """
         if wanted.tiles is None:
             return self.tiles is None and wanted.ranks <= self.ranks
         return (self.tiles, self.order) == (wanted.tiles, wanted.order)
 
 
 def _find_sharding(use: VariableUse, size: int) -> VariableSharding:
-    """Returns the sharding that a run of ``size`` ranks needs for a variable."""
+    """Returns the sharding that a run needs for a variable.
+
+    Args:
+      use: the ranks on which the run's plan uses the variable, and its tiles.
+      size: number of ranks of the run.
+    """
     if use.tiles is None:
         return VariableSharding(use.ranks)
     order = use.place or tuple(range(size))
@@ -356,7 +401,10 @@ def _find_sharding(use: VariableUse, size: int) -> VariableSharding:
 
 
 class ShardingMoves:
-    """Builds operations that gather sharded variables, cut whole values into tiles, and free values.
+    """Builds the operations by which ``SessionVariables`` moves values: gathering sharded variables, cutting whole
+    values into tiles, freeing values.
+
+    Operations are built once per variable and kind of move.
 
     Args:
       context: the ranks.
@@ -374,7 +422,13 @@ class ShardingMoves:
         self._made.pop(name, None)
 
     def gather_everywhere(self, name: str, held: TensorType, now: VariableSharding) -> Sequence[tf.Operation]:
-        """Returns operations that give every rank the whole value of a variable; to run them is collective."""
+        """Returns operations that give every rank the whole value of a variable; to run them is collective.
+
+        Args:
+          name: name of the variable.
+          held: dtype and shape of the whole variable.
+          now: its present sharding.
+        """
 
         def make_operations() -> list[tf.Operation]:
             number, self._number = self._number, self._number + 1
@@ -387,7 +441,13 @@ class ShardingMoves:
         return self._make_once(name, ("together", now), make_operations)
 
     def cut_to_tiles(self, name: str, held: TensorType, lying: VariableSharding) -> Sequence[tf.Operation]:
-        """Returns operations by which each rank replaces the whole value by its own tile."""
+        """Returns operations by which each rank replaces the whole value by its own tile.
+
+        Args:
+          name: name of the variable.
+          held: dtype and shape of the whole variable.
+          lying: the sharding with the tiles.
+        """
         tiles, dtype = lying.tiles or Tiles(), tf.as_dtype(held.dtype)
 
         def keep_tile(position: int, place: int) -> tf.Operation:
@@ -401,7 +461,13 @@ class ShardingMoves:
         )
 
     def free(self, name: str, held: TensorType, ranks: frozenset[int]) -> Sequence[tf.Operation]:
-        """Returns operations that replace a variable's value on ``ranks`` by an empty tensor; it stays initialised."""
+        """Returns operations that replace a variable's value on ``ranks`` by an empty tensor; it stays initialised.
+
+        Args:
+          name: name of the variable.
+          held: dtype and shape of the whole variable.
+          ranks: the ranks that give up their value.
+        """
         dtype = tf.as_dtype(held.dtype)
 
         def free_value(position: int) -> tf.Operation:
@@ -421,7 +487,14 @@ class ShardingMoves:
     def _gather_on_rank(
         self, key: str, position: int, rank: int, name: str, held: TensorType, now: VariableSharding
     ) -> list[tf.Operation]:
-        """Builds the operations of ``gather_everywhere`` for one rank."""
+        """Builds the operations of ``gather_everywhere`` for one rank.
+
+        Args:
+          key: prefix of the keys of the exchanges, equal on all ranks.
+          position: index of the rank among those of this process.
+          rank: the rank.
+          name, held, now: as for ``gather_everywhere``.
+        """
         ops, dtype = whale_ops.load_ops(), tf.as_dtype(held.dtype)
         comm = ops.whale_communicator(communicator=self._context.comm_name, rank=rank)
         handle = self._handle(name, position, dtype)

@@ -1,8 +1,9 @@
 """Turns a ``tf.function`` that calls ``strategy.run`` into a ``wh.function`` step of all ranks.
 
-Whether it does shows at the function's first call. When it is traced and reaches ``strategy.run``, the trace is ended
-by an exception, and the function becomes a ``wh.function``. If the function reads batches from a distributed dataset
-itself, it is run in Python from then on, and the function passed to ``strategy.run`` becomes the step.
+Whether a ``tf.function`` does so is found out at its first call, while TensorFlow traces it: when the trace reaches
+``strategy.run``, an exception ends it, and the function becomes a ``wh.function``. If the function itself takes batches
+from a distributed dataset, it is run in Python from then on, and the function that it passes to ``strategy.run``
+becomes the step.
 
 Decision: 0059.
 """
@@ -27,7 +28,9 @@ _STEP, _MODE = "_whale_step", "_whale_mode"
 
 
 class _TraceEnd(BaseException):
-    """Raised to end a trace. It is no subclass of Exception, so that AutoGraph and scripts do not catch it."""
+    """Raised to end the trace of a tf.function, and caught by the patched ``__call__``. It is no subclass of Exception,
+    so that AutoGraph and scripts do not catch it.
+    """
 
 
 class _StepFound(_TraceEnd):
@@ -89,9 +92,10 @@ def _become(fn: Any, mode: str) -> str:
 
 
 def is_inside_step() -> bool:
-    """Returns True if the present call is traced as part of a step, and False if it is made eagerly.
+    """Returns True if ``strategy.run`` is called while a step is traced, and False if it is called eagerly.
 
-    If a tf.function is being traced instead, raises a signal that ends the trace, so that it becomes a step.
+    If a tf.function that is not a step yet is being traced, raises a signal that ends the trace, so that it becomes a
+    step.
     """
     if capturing.get():
         return True

@@ -17,7 +17,7 @@ TOP_RANKS = 16
 
 @dataclass(slots=True)
 class _Sum:
-    """Accumulates communication counters over several ranks or keys; one row of a table."""
+    """Accumulates the communication counters of several ranks or keys, for one row of a table."""
 
     calls: int = 0
     logical_bytes: int = 0

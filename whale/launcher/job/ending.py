@@ -77,7 +77,9 @@ class Ending:
         return [self.give_up_s, *(when_s for when_s, _ in self._due)]
 
     def stop(self, number: int) -> None:
-        """Handles a signal that the launcher received: passes it on to the ranks, and kills them at the second one."""
+        """Handles a signal (by its number) that the launcher received: passes it on to the ranks, and kills them at the
+        second one.
+        """
         if self.stopped_by is not None:
             self._signal_ranks(signal.SIGKILL)
             return
@@ -93,8 +95,8 @@ class Ending:
         """Handles a rank's failure: tells the other ranks, and begins to end the run unless they can go on without that
         rank.
 
-        Ignored are ranks that died from a signal which the launcher sent, and ranks that the run has already gone on
-        without.
+        A failure is ignored if a signal that the launcher sent caused it, or if the run has already gone on without
+        that rank.
         """
         if (failure.signal and failure.signal in self._sent) or failure.rank in self.left:
             return
@@ -123,9 +125,11 @@ class Ending:
             self._find_deadline_s(now_s + GRACE_S)
 
     def settle(self) -> None:
-        """Counts lost ranks as failures, at the end, if no other rank went on without them and they were not to leave.
+        """At the end of a run that went on without lost ranks, counts those as failures whose loss came after the last
+        step.
 
-        Such a rank was lost after the last step, so nobody did what it still had to do, such as saving.
+        No rank took a step without such a rank, so nobody did what it still had to do, such as saving. Ranks that were
+        ended on purpose (`Failure.wanted`) are not counted.
         """
         if self.stopped_by is not None:
             return

@@ -103,7 +103,11 @@ class Growth(Protocol):
         ...
 
     def greet(self, link: ranks.RankLink, rank: int) -> bool:
-        """Takes over a joining rank's connection. Returns False if the rank belongs to the run's start."""
+        """Takes over a joining rank's connection.
+
+        Returns:
+            False if the rank belongs to the run's start, and the caller has to handle it.
+        """
         ...
 
     def take(self, link: ranks.RankLink, rank: int, kind: FrameKind, payload: bytes) -> bool:
@@ -489,7 +493,7 @@ class Job:
         if failure.error_type in ("ModuleNotFoundError", "ImportError"):
             return f"install on {link.host} what {', '.join(sorted(others))} has, for the same Python"
         if failure.error_type == "FileNotFoundError":
-            return f"put it at the same path on {link.host}, or in a folder that all hosts share"
+            return f"put the missing file at the same path on {link.host}, or in a folder that all hosts share"
         return ""
 
     def _read_last_words(self) -> None:
@@ -520,18 +524,19 @@ class Job:
             return 0
         never = f"the script never called wh.init(): each of the {len(ends)} ranks has run all of it alone"
         if asked := list_asked(os.environ):
-            self.say(f"{never}, and nothing came of {', '.join(asked)}; call wh.init() at the script's beginning")
+            self.say(f"{never}, without effect of {', '.join(asked)}; call wh.init() at the script's beginning")
             return 2
         self.say(f"warning: {never}")
         return 0
 
 
 def _list_ends(links: Mapping[int, ranks.RankLink], gone: Collection[int], started: int) -> list[RankEnd | None]:
-    """Returns how each remaining rank ended its run of Whale, leaving out joining ranks that were never admitted.
+    """Returns how each rank ended its run of Whale, except for lost ranks and for joining ranks that were never
+    admitted.
 
     Args:
         links: the connections of all ranks.
-        gone: lost ranks without which the run went on; they are left out.
+        gone: lost ranks without which the run went on.
         started: number of ranks that the run started with.
     """
     left = [rank for rank in sorted(links) if rank not in gone]
@@ -539,12 +544,12 @@ def _list_ends(links: Mapping[int, ranks.RankLink], gone: Collection[int], start
 
 
 class ReportHandler:
-    """Handles the frames of ranks that take part in the run.
+    """Handles the frames of ranks that take part in the run; ``Job`` has one.
 
     Args:
         printer: prints the ranks' output.
         ending: receives failures and exits.
-        lookout: is told when a rank reports a long wait.
+        lookout: the failure detector, which is told when a rank reports a long wait.
         trace: receives the ranks' events, or None.
         progress: receives what the ranks report of their steps.
         verbose: whether to print what ranks write to stderr while the run is being ended.

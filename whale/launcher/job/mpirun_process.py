@@ -165,10 +165,11 @@ class Mpiruns:
         return "\n".join(filter(None, (process.output_text for process in self.processes)))
 
     def find_gone(self, complete: bool, links: Mapping[int, ranks.RankLink]) -> Iterator[ranks.Failure]:
-        """Yields a failure for each mpirun that was stopped or killed, or, with one mpirun per host, for each of its
-        ranks.
+        """Yields failures for mpirun processes that were stopped or killed, without which their ranks cannot end
+        properly.
 
-        Without its mpirun a rank cannot end properly.
+        With one mpirun for the run, the failure is mpirun's; with one mpirun per host, there is one failure for each of
+        its ranks.
 
         Args:
             complete: whether all ranks have connected.

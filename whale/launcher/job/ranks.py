@@ -109,7 +109,15 @@ def make_exit_failure(rank: int, host: str, status: ExitStatus) -> Failure | Non
 
 
 def make_told_failure(rank: int, number: int) -> Failure:
-    """Creates the failure of an mpirun that ends its ranks by a signal, which `rank` was the first to receive."""
+    """Creates the failure of mpirun for the case that the ranks are told to end by a signal which the launcher did not
+    send.
+
+    Either mpirun received the signal and passes it on, or somebody sent it to the worker of `rank` itself.
+
+    Args:
+        rank: the first rank whose worker received the signal.
+        number: the signal.
+    """
     how = f"was told to end by {signal_name(number)}, or the worker process of rank {rank} was"
     return Failure(None, 128 + number, how)
 
@@ -242,8 +250,8 @@ def find_cause(failures: list[Failure]) -> Failure:
 
 @dataclass(slots=True)
 class RankLink:
-    """Represents the connection to one worker, with everything its rank has reported. Times are the launcher's
-    monotonic time.
+    """Represents the connection to one worker, and holds what its rank has reported; the event loop has one per rank.
+    Times are the launcher's monotonic time.
 
     Attributes:
         connection: the socket to the worker.
@@ -304,7 +312,7 @@ class RankLink:
         Args:
             kind, payload: the frame, which has to be a `Hello`.
             size: number of ranks that the run was started with.
-            comes: tells whether a joining rank of this number is expected; None if no ranks can join.
+            comes: ``comes(rank)`` returns True if a joining rank of this number is expected; None if no ranks can join.
         """
         try:
             hello = unpack(payload, Hello)

