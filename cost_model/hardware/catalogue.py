@@ -235,7 +235,12 @@ def make_table(entries: list[E]) -> Mapping[str, E]:
     for entry in entries:
         for name in (entry.name, *getattr(entry, "aliases", ())):
             if name in found:
-                raise ClusterError("two entries of the hardware catalogue have the same name or alias", given=name)
+                raise ClusterError(
+                    "two entries of the hardware catalogue have the same name or alias",
+                    given=name,
+                    expected="names and aliases that occur once in a file",
+                    action=f"rename one of the entries in {FOLDER.name}/, or remove the alias",
+                )
             found[name] = entry
     return found
 

@@ -679,8 +679,9 @@ class Search(Families):
     def _beginnings(self) -> list[tuple[float, ParallelStrategy]]:
         """Returns (seconds, strategy) of the simulated strategies, in the order in which to improve them.
 
-        First comes the best for each (stages, micro-batches, pools, interleaved or not), interleaved ones and others in
-        turn; then all the rest.
+        The first are the fastest of each kind (a kind is the number of stages, the number of micro-batches, the pools
+        used, and whether it is interleaved); interleaved and plain kinds alternate. All other strategies follow,
+        fastest first.
         """
         first: dict[tuple[object, ...], tuple[float, ParallelStrategy]] = {}
         others = []
@@ -697,11 +698,11 @@ class Search(Families):
         return [*(one for one in both if one is not None), *others]
 
     def _try(self, candidates: Sequence[Candidate], effort: _Effort) -> None:
-        """Cuts candidates into stages, best estimate first, until estimates are far behind, and simulates the best
-        results.
+        """Cuts candidates into stages, best estimate first, and simulates the best results.
 
-        Once `effort.cut` candidates are cut, further ones are only if their estimate is below the best bound and they
-        are interleaved or the first of their shape. Interleaved candidates get even layers instead of a cut.
+        Cutting ends when estimates are far behind the best lower bound so far. Once `effort.cut` candidates are cut,
+        another one is cut only if its estimate is below that bound and it is interleaved, or the first of its shape
+        (`Candidate.shape`). Interleaved candidates get even layers instead of a cut.
         """
         failed = 0
         built: list[tuple[float, ParallelStrategy]] = []

@@ -35,8 +35,8 @@ class Levels:
     """Stores the position of nodes along the chain of weights, by node name.
 
     Attributes:
-      forward: number of the last weight of the chain that the node depends on. backward: number of the weight to whose
-          position the node belongs in the backward pass.
+      forward: number of the last weight of the chain that the node depends on.
+      backward: number of the weight to whose position the node belongs in the backward pass.
     """
 
     forward: dict[str, int]
@@ -228,11 +228,14 @@ def pipelines(
 
 
 def why_none(program: Program, size: int, rows: int, local: bool, stages: int, asked: int) -> str:
-    """Explains why there is no pipeline with `stages` stages to try.
+    """Explains why there is no pipeline with `stages` stages to try, for the error that the user gets.
 
     Args:
-        local: ranks are given rows of their own.
-        asked: see `pipelines`, as for the other arguments.
+        size: number of ranks.
+        rows: rows of the global batch; 0: they cannot be divided.
+        local: each rank loads rows of its own (``batch.mode=local``), which pipelines do not support.
+        stages: the number of stages that the user has set.
+        asked: the only number of micro-batches that the user allows; 1: any.
     """
     weights = len(chain(program))
     if local:

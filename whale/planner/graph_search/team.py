@@ -31,9 +31,9 @@ class Answer(msgspec.Struct, frozen=True):
     """Holds a member's prediction of a strategy, or the reason why the strategy cannot run.
 
     Attributes:
-      seconds, lacking_bytes, held: see `whale.planner.graph_search.predict.Candidate`. lost: why the strategy cannot
-          run; empty: it can. across: it cannot run because it needs a value of all micro-batches before the last one is
-          finished.
+      seconds, lacking_bytes, held: see `whale.planner.graph_search.predict.Candidate`.
+      lost: why the strategy cannot run; empty: it can.
+      across: it cannot run because it needs a value of all micro-batches before the last one is finished.
     """
 
     seconds: float = 0.0
