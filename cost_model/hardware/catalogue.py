@@ -59,7 +59,7 @@ class Efficiency(Entry, frozen=True):
 
     Attributes:
         matmul_fraction: fraction of peak FLOP/s that large matrix products reach.
-        matmul_fill_k: steps of the inner dimension that a tile's start and end are worth.
+        matmul_fill_k: time of a tile's start and end in a matrix product, in steps of the inner dimension.
         memory_fraction: fraction of the memory bandwidth that streaming kernels reach.
         kernel_us: microseconds that each kernel takes at least.
         attention_fraction: fraction of peak FLOP/s that the first fused attention kernels reach on long sequences.

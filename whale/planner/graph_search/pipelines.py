@@ -44,11 +44,12 @@ class Levels:
 
 
 def levels(program: Program) -> Levels:
-    """Finds the position of nodes along the chain of weights.
+    """Finds the position of nodes along the chain of weights, by which they belong to one pipeline stage or another.
 
-    In the forward pass these are the products with the chain's weights and all nodes that they depend on. In the
-    backward pass these are nodes that depend on the last product and contribute to one position of the chain. Nodes
-    that combine gradients of several positions (a global norm), and nodes that depend on such nodes, have no position.
+    In the forward pass, the products with the chain's weights and all nodes that they depend on have a position: the
+    number of the last weight that the node depends on. In the backward pass, the nodes that depend on the last product
+    and lead to the gradient of one weight have that weight's position. Nodes that combine gradients of several
+    positions (a global norm), and nodes that depend on such nodes, have no position.
     """
     weights, read = chain(program), products(program)
     first = {read[handle][0].name: i for i, handle in enumerate(weights)}
@@ -278,9 +279,13 @@ def is_of_experts(program: Program, handle: str) -> bool:
 
 
 def find_experts(program: Program, at: Levels) -> list[str]:
-    """Returns the weights of experts, and the names of the nodes between the products that read those of one layer.
+    """Returns the weights of experts (handles) and the names of the nodes that compute with them, in both passes.
 
-    Both passes are covered. Nodes that dispatch tokens to experts or combine their results are not included.
+    Those nodes are the products with experts' weights, and all nodes between the products of one layer. Nodes that
+    dispatch tokens to experts or combine their results are not included.
+
+    Args:
+        at: position of the program's nodes, from `levels`.
     """
     weights, read = chain(program), products(program)
     found: dict[str, None] = {}

@@ -40,7 +40,9 @@ AUTO = "auto"  # recompute by bytes (see whale.passes.memory.recompute)
 
 @dataclass(frozen=True, slots=True)
 class Made:
-    """Holds what a strategy makes of a program: the program with scopes, the settings, and the plan."""
+    """Holds a strategy applied to a program: the program with the strategy's scopes, the settings to plan it with, and
+    the plan.
+    """
 
     program: Program
     settings: PlanSettings
@@ -84,7 +86,10 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Plans:
-    """Makes and caches the plans of one search; strategies that only divide rows share one plan per shares of rows."""
+    """Makes the plans of one search, and caches those of strategies that only divide rows, by the shares of rows.
+
+    Other strategies' plans are made again if they are needed again, as plans are large.
+    """
 
     program: Program
     settings: PlanSettings

@@ -51,7 +51,14 @@ class Team(Protocol):
     size: int
 
     def ask(self, ways: Sequence[Asked]) -> None:
-        """Assigns one strategy each to members 1, 2, ..., which begin at once."""
+        """Assigns strategies to the other processes: the first one to member 1, the second to member 2, ...; they begin
+        at once.
+
+        `answers` then collects their predictions.
+
+        Args:
+          ways: the requests, at most one for each member.
+        """
 
     def answers(self) -> list[Answer]:
         """Waits for the members' predictions; returns them in the order in which the strategies were assigned."""
