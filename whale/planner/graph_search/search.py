@@ -421,6 +421,7 @@ def _best(search: Search, environment: SearchEnvironment) -> Candidate:
             "the program does not fit into the ranks' memory under any strategy",
             given=f"{format_bytes(least.bytes)} per rank, {least.strategy.name}, which takes the least",
             expected=f"at most {format_bytes(limit)}, {format_bytes(least.lacking_bytes)} less",
+            action="start more ranks, or make the batch or the model smaller",
         )
     return best
 
