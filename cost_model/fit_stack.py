@@ -268,6 +268,7 @@ def fit_file(path: Path, base: str, cluster: str | None, out: Path) -> str:
             "a stack cannot be fitted from a stack file: its base must be one of the package's stacks",
             given=base,
             expected="a name, e.g. megatron-core-bf16",
+            action="name one by --stack, or leave --stack out for megatron-core-bf16",
         )
     _, rows = read(path, software=base, cluster=cluster, strict=True)
     found = fit_rows(rows, stack(base))

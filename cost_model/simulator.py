@@ -87,9 +87,10 @@ def pipeline_tasks(
 def one_f_one_b_ends_s(forward_s: Sequence[float], backward_s: Sequence[float], micro_batches: int) -> list[float]:
     """Returns the seconds at which each stage's last pass ends under 1F1B with one chunk per stage.
 
-    Gives the same times as `simulate`, several times faster: stage s of S runs the forward pass of micro-batch m in
-    slot s + 2m and its backward pass in slot 2S - 1 - s + 2m; that is its order in the schedule, and each pass waits
-    only for passes of earlier slots.
+    Gives the same times as `simulate`, several times faster. All passes are numbered by slots, one or no pass of a
+    stage in each: stage s of S runs the forward pass of micro-batch m in slot s + 2m and its backward pass in slot 2S -
+    1 - s + 2m. Slots give the order, not the times: each pass waits only for passes of earlier slots, so that going
+    through the slots in order computes all times.
 
     Args:
         forward_s, backward_s: seconds of one micro-batch for each stage, sends that the stage waits for included.
@@ -162,12 +163,12 @@ def least_end_s(
 ) -> float:
     """Returns a lower bound of the seconds at which the first stage's last pass ends under 1F1B.
 
-    The bound takes a time that does not grow with the number of micro-batches, so a search can discard strategies by
-    it.
+    Computing the bound takes equally long for any number of micro-batches, so a search can discard strategies by it.
 
-    A stage begins when the stages before it have run one pass of their first chunk, and these still have another pass
-    to run after it ends. Its first backward pass waits for all forward passes of a micro-batch, and for the backward
-    passes of later stages; all passes that the stage has not run by then follow.
+    The bound is the largest that any stage gives: the forward passes before it of the first micro-batch, then all
+    passes of the stage itself, then one backward pass of each stage before it. A stage may also have to wait for its
+    first backward pass: until a micro-batch has gone forward through all chunks and back through the later stages; then
+    the passes that it cannot have run before that follow.
 
     Args:
         forward_s, backward_s: as in `interleaved_ends_s`.
@@ -203,8 +204,9 @@ def _play_interleaved(
     """Simulates interleaved 1F1B with micro-batches in `groups` groups.
 
     Returns:
-        (seconds at which each stage's last pass ends; by how many seconds each pass of two groups in the middle comes
-            later than that of the group before, to find a steady state; [] with few groups).
+        (seconds at which each stage's last pass ends, delays). The delays are those of the passes of two groups in the
+        middle of the step: by how many seconds each pass comes later than the same pass of the group before. Equal
+        delays show a steady state. They are [] if there are too few groups.
     """
     stages, chunks = len(forward_s), len(forward_s[0])
     sizes = [(micro_batches + groups - 1 - i) // groups for i in range(groups)]
@@ -366,7 +368,11 @@ def _simulate_by_time(tasks: Tasks, shared: frozenset[int]) -> tuple[list[float]
 
 
 def _never(task: int, count: int) -> PlanError:
-    return PlanError("simulated tasks wait for each other for ever", given=f"task {task} of {count} never starts")
+    return PlanError(
+        "simulated tasks wait for each other for ever",
+        given=f"task {task} of {count} never starts",
+        action="this is a fault of Whale: please report it with the command and the files that it reads",
+    )
 
 
 def memory_curve(tasks: Tasks, timeline: Timeline, ranks: Sequence[int]) -> list[tuple[float, float]]:

@@ -97,15 +97,17 @@ def process_place(environment: Mapping[str, str] | None = None) -> ProcessPlace:
 
 
 def own_descriptor(variable: str) -> int | None:
-    """Returns the file descriptor that `whale run` left to this process in a variable; None in child processes of
-    the script.
+    """Returns the file descriptor that `whale run` left open for this process and named in an environment variable.
+
+    None: there is none, or the variable was inherited from the process that it is for, as in a child process of the
+    script.
     """
     pid, _, number = os.environ.get(variable, "").partition(":")
     return int(number) if pid == str(os.getpid()) else None
 
 
 def joins() -> int:
-    """Returns with how many ranks the run began that this process joins; 0 if the process did not join later."""
+    """Returns the number of ranks that the run had at its start, if this process joined it later; else 0."""
     return int(os.environ.get(JOINS_VARIABLE, "0"))
 
 

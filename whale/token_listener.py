@@ -1,11 +1,12 @@
 """Accepts connections and hands on those that send the run's token; all others are closed.
 
-The launcher accepts its workers in this way, and a rank the ranks that connect anew. Anybody who reaches the port may
-connect. So nothing that a connection sends is decoded before its first bytes were compared with the token, in a time
-that does not depend on them. At most `STRANGERS` connections without a token are held at once, each for `TOKEN_S` at
-most; the oldest is closed for a new one. An error of one connection ends only that one. Processes of the run send the
-token as soon as they are connected, so they are strangers only for as long as the network takes. If a flood of other
-connections pushes one out before that, it connects again: it relies on nothing until it is answered.
+The launcher accepts its workers this way, and a rank accepts other ranks that connect to it later. Anybody who reaches
+the port may connect. So nothing that a connection sends is decoded before its first bytes were compared with the token,
+in a time that does not depend on these bytes. At most `STRANGERS` connections without a token are held at once, each
+for `TOKEN_S` at most; the oldest is closed for a new one. An error of one connection ends only that one. Processes of
+the run send the token as soon as they are connected, so they count as strangers only for as long as the network takes.
+If a flood of other connections pushes one of them out before that, it connects again: no process relies on its
+connection until it is answered.
 """
 
 from __future__ import annotations

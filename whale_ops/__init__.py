@@ -82,14 +82,17 @@ def connect_in_process(name: str, size: int, *, hosts: Sequence[int] = ()) -> li
 
     if size < 1:
         raise CommError(
-            "a communicator has at least one rank", given=size, expected="a size >= 1", action="correct the size"
+            "a communicator has at least one rank",
+            given=size,
+            expected="a size >= 1",
+            action="pass a number of ranks of at least 1 as `size`",
         )
     if hosts and sum(hosts) != size:
         raise CommError(
             "the emulated hosts hold another number of ranks than the run has",
             given=f"{' + '.join(map(str, hosts))} ranks on hosts",
             expected=f"{size} ranks",
-            action="give the number of ranks of each host",
+            action="let the numbers of `hosts` (hosts=2+2 in debug.emulate_network) add up to the number of ranks",
         )
     handles = (ctypes.c_void_p * size)()
     _native.check(_native.load_core().whale_in_process_create(name.encode(), size, _encode_hosts(hosts)[0], handles))
@@ -137,7 +140,7 @@ def connect_mpi(name: str, *, share_memory: bool = True, hosts: Sequence[int] = 
     if len(set(names)) > 1:
         raise CommError(
             "the ranks create communicators of different names",
-            given=dict(enumerate(names)),
+            given=", ".join(f"{other!r} on rank {rank}" for rank, other in enumerate(names)),
             expected="the same name on all ranks",
             action="create communicators in the same order on every rank",
         )
@@ -154,7 +157,8 @@ def connect_survivors(
 
     Args:
         members: the survivors' ranks among all processes that were started, ascending.
-        number: positive; increases with each call, the same on all members.
+        number: distinguishes this group of survivors from earlier ones: positive, larger than in every call before, and
+            the same on all members.
         share_memory, hosts: as in `connect_mpi`; hosts are those of the members. With ``share_memory`` all members have
             to be alive; without, the call does not wait for them.
 
@@ -261,16 +265,21 @@ def finish() -> None:
 
 
 def forget_streams() -> None:
-    """Restarts the random streams that several programs share, for functions that run eagerly; sessions keep theirs."""
+    """Restarts the shared random streams of eagerly called functions from their seeds; those of sessions are left
+    alone.
+
+    A shared stream is the state of a random op that occurs in several compiled programs of one step function (as for
+    other batch shapes): the op goes on with the same sequence of random numbers whichever program runs.
+    """
     if load_ops.cache_info().currsize:  # else there are none
         load_ops().whale_forget_streams()
 
 
 def read_streams() -> tuple[dict[str, int], dict[str, int]]:
-    """Returns the positions of the random streams that several programs share, for functions that run eagerly.
+    """Returns how far each shared random stream of eagerly called functions has got (see `forget_streams`).
 
     Returns:
-        (stream -> position, for streams with a counter; stream -> number of draws, for those without).
+        (stream -> position of its counter, for streams with a counter; stream -> number of draws, for those without).
     """
     if not load_ops.cache_info().currsize:
         return {}, {}
@@ -283,7 +292,11 @@ def read_streams() -> tuple[dict[str, int], dict[str, int]]:
 
 
 def set_streams(positions: Mapping[str, int]) -> None:
-    """Sets the positions of random streams that have counters (stream -> position), for functions that run eagerly."""
+    """Sets the positions of shared random streams of eagerly called functions (see `forget_streams`), to replay a step.
+
+    Args:
+        positions: stream -> position, as in the first result of `read_streams`.
+    """
     if positions:
         load_ops().whale_set_streams(counted=list(positions), positions=list(positions.values()))
 

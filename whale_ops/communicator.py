@@ -123,11 +123,11 @@ class Communicator:
         purpose = purpose or f"the broadcast {key!r}"
         if (self.rank == root) != (data is not None):
             raise CommError(
-                "only the root of a broadcast may give data, and it has to",
+                "broadcast_bytes takes data from the root rank and from no other",
                 op=key,
                 given=f"rank {self.rank} with {type(data).__name__}",
                 expected=f"bytes on rank {root}, None on all others",
-                action="pass None on ranks other than the root",
+                action="pass the bytes on the root, and data=None on all other ranks",
             )
         content = data if data is not None else b""
         result = ctypes.c_void_p()

@@ -98,19 +98,24 @@ def interleaved_ends_many_s(
 
 @dataclass(frozen=True, slots=True)
 class _Order:
-    """Holds the passes of an interleaved schedule, sorted so that every pass comes after the two that it waits for.
+    """Holds the passes of an interleaved schedule in an order in which each comes after the two passes that it waits
+    for.
 
-    A pass is the forward or backward pass of one chunk over one micro-batch. Positions are indices into this order.
+    A pass is the forward or backward pass of one chunk over one micro-batch; passes are numbered in this order.
+    `_make_order` creates it, `play` computes with it.
 
     Attributes:
-        kinds: [passes] row of each pass in the table of seconds, by (direction, stage, chunk).
-        waits: [2, passes] positions of the passes that each waits for: the one before it on its stage, and the one of
-            the same micro-batch that sends to it; the number of passes where there is none.
-        levels: positions at which runs of passes end that do not wait for each other, and are computed in one
-            operation.
-        ends: position of each stage's last pass.
-        earlier, later: positions of the passes of a group of micro-batches in the middle of the step, and of the same
-            passes in the next group; their distance in time shows whether the schedule is in a steady state.
+        kinds: [passes] kind of each pass: the row of (direction, stage, chunk) in the table of seconds that `play`
+            takes.
+        waits: [2, passes] numbers of the two passes that each pass waits for: the one before it on its stage, and the
+            one on another stage that sends to it. Where there is none, the total number of passes stands, whose row of
+            times is 0.
+        levels: the passes are cut into runs within which no pass waits for another, so that a run is one array
+            operation; these are the ends (exclusive) of the runs.
+        ends: number of each stage's last pass.
+        earlier, later: numbers of the passes of a group of micro-batches in the middle of the step, and of the same
+            passes in the next group. If all pairs are equally far apart in time, the schedule is in a steady state, and
+            further groups need no simulation.
     """
 
     kinds: np.ndarray

@@ -63,12 +63,13 @@ class Rank:
 def rank_on(
     device: Device, share: float, group: Group, stack: Stack, ranks: int = 1, context: Group | None = None
 ) -> Rank:
-    """Returns the rank on a device of this type that all others wait for.
+    """Returns the rates and groups of the slowest of `ranks` equal ranks, for which all others wait.
 
     Args:
-        share: part of the device that the rank has (1: all of it).
+        device: the catalogue's entry of the ranks' devices.
+        share: part of the device that a rank has (1: all of it).
         group: the tensor-parallel group.
-        ranks: number of ranks, of which the slowest counts.
+        ranks: number of ranks that wait for each other; the more there are, the slower the slowest is expected to be.
         context: the context-parallel group, or None.
 
     Raises:

@@ -32,8 +32,8 @@ MATRICES_OUTSIDE = 2
 
 @dataclass(frozen=True, slots=True)
 class Edge:
-    """Holds what the first or the last layer costs in addition: its passes (embedding or head), and parameters on one
-    rank.
+    """Holds what the embedding adds to the first layer, or the head to the last: the cost of both passes, and the
+    number of parameters on one rank.
     """
 
     forward: Cost = field(default_factory=Cost)

@@ -204,9 +204,10 @@ def find_modules(names: Sequence[str]) -> tuple[Module, ...]:
     known: tuple[Module, ...] = get_args(Module)
     if wrong := [name for name in names if name not in known]:
         raise PlanError(
-            "selective names modules that selective recomputation cannot repeat",
+            "the plan's `selective` names modules that selective recomputation cannot repeat",
             given=", ".join(wrong),
             expected=", ".join(known),
+            action="correct these names in `selective` of the job's plan, or leave them out",
         )
     return tuple(name for name in known if name in names)
 

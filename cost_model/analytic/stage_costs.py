@@ -401,8 +401,10 @@ def sharding_groups(machines: Machines, parts: Sequence[DeviceGroup], ways: int)
 
 
 def _apart(parts: Sequence[DeviceGroup], ways: int) -> tuple[tuple[int, int, int], ...]:
-    """Returns every `ways`-th replica of some device groups, in the form of `members`: the ranks that hold the same
-    shard.
+    """Returns every `ways`-th replica of some device groups, in the form of `members`.
+
+    With hybrid sharding over `ways` neighbouring replicas, these replicas hold the same shard and all-reduce its
+    gradients.
     """
     found, passed = [], 0
     for pool, tensor, count in members(parts):

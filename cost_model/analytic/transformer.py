@@ -93,12 +93,18 @@ class Transformer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def __post_init__(self) -> None:
         for name in ("layers", "hidden", "heads", "sequence", "vocabulary", "top"):
             if getattr(self, name) < 1:
-                raise PlanError(f"a transformer's {name} must be positive", given=getattr(self, name))
+                raise PlanError(
+                    f"a transformer's {name} must be positive",
+                    given=f"{name}={getattr(self, name)}",
+                    expected="a whole number of at least 1",
+                    action=f"give another {name} in the model's description",
+                )
         if self.layers > MOST_LAYERS:
             raise PlanError(
                 "a model of so many layers cannot be planned",
                 given=f"layers={self.layers}",
                 expected=f"layers of at most {MOST_LAYERS:,}",
+                action="give fewer layers in the model's description",
             )
         if self.top > max(1, self.experts):
             raise PlanError(
@@ -134,9 +140,10 @@ class Transformer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             )
         if bool(self.expert_groups) != bool(self.top_groups) or self.top_groups > self.expert_groups:
             raise PlanError(
-                "expert_groups and top_groups do not fit each other",
+                "top_groups and expert_groups have to be given together, and top_groups must not be larger",
                 given=f"expert_groups={self.expert_groups}, top_groups={self.top_groups}",
                 expected="top_groups of 1 to expert_groups, or neither of them",
+                action="give both (the groups of experts, and the groups that a token may use), or leave both out",
             )
         for name in ("shared_experts", "dense_layers", "expert_groups"):
             if getattr(self, name) and not self.experts:
@@ -150,6 +157,7 @@ class Transformer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 "dense_layers must be fewer than layers and need dense_feed_forward, the width of their networks",
                 given=f"dense_layers={self.dense_layers}, dense_feed_forward={self.dense_feed_forward}",
                 expected=f"dense_layers below {self.layers}, and dense_feed_forward above 0",
+                action="correct both in the model's description, or leave both out if every layer has experts",
             )
         if self.window_period and not self.window:
             raise PlanError(

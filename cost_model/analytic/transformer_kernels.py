@@ -428,7 +428,15 @@ def _leave(p: LayerShare, elements: float, stack: Stack, product: str) -> list[O
 
 
 def _in_pieces(stack: Stack, product: str) -> tuple[tuple[str, ...], float]:
-    """Returns (products that hide a sequence-parallel collective, fraction of it that stays exposed)."""
+    """Returns which product hides a sequence-parallel collective, and how much of the collective stays exposed.
+
+    Args:
+        product: name of the product that the collective feeds or follows; "": there is none.
+
+    Returns:
+        (values for `Collective.over` and `Collective.exposed`): ((product,), 1 - `hides_sequence_parallel`), or ((),
+        0.0) if the stack hides nothing.
+    """
     hidden = stack.hides_sequence_parallel
     return ((product,), 1.0 - hidden) if hidden and product else ((), 0.0)
 

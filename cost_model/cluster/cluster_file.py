@@ -179,10 +179,17 @@ class HostEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     memory_gb: Annotated[float, Meta(gt=0)] | None = None
 
     def find_adapter_bytes_per_s(self, network: str, ranks: int, apart: int) -> float:
-        """Returns the bandwidth of one adapter for a ring of `ranks` devices per host that are `apart` from each other.
+        """Returns the most bytes/s at which an adapter can read the memory of a ring's ranks; inf: no limit but its
+        line rate.
 
-        A ring enters and leaves a host through one adapter, at two different ranks. If no two of them are beside the
-        same adapter, the ring leaves from a far device (`Attachment.far_gb_per_s`). inf: there is no such limit.
+        The ring of a data-parallel group enters and leaves a host through one adapter, but at two different ranks. If
+        neighbouring ranks of the ring are too far apart to be served by the same adapter, the ring leaves from a device
+        that the adapter does not serve, at `Attachment.far_gb_per_s`.
+
+        Args:
+            network: name of the network.
+            ranks: ranks of the ring on each host.
+            apart: distance between neighbouring ranks of the ring, in devices of the host.
         """
         attached = self.networks[network]
         beside = sum(entry.count for entry in self.devices) / attached.nics
@@ -324,6 +331,7 @@ def _check(cluster: Cluster, file: yaml_files.YamlFile) -> None:
                 "several hosts are attached to no network",
                 given=f"name: {host.name}, count: {host.count}",
                 expected="networks, which name one of the file's networks, e.g. networks: {fabric: {nics: 1}}",
+                action="add networks to this entry of hosts",
             )
         for j, part in enumerate(host.devices):
             here: list[str | int] = ["hosts", i, "devices", j]
@@ -357,6 +365,7 @@ def _check(cluster: Cluster, file: yaml_files.YamlFile) -> None:
                     f"{device.name} has no link but that to its host",
                     given=f"link_gb_per_s: {part.link_gb_per_s:g}",
                     expected="link, or host_link_gb_per_s in place of link_gb_per_s",
+                    action="name the link between the devices (link: nvlink2), or write host_link_gb_per_s",
                 )
             _check_overridden(part, file, here)
     reachable = [host for host in cluster.hosts if host.networks]
@@ -368,6 +377,7 @@ def _check(cluster: Cluster, file: yaml_files.YamlFile) -> None:
                     "a host is attached to no network",
                     given=f"name: {host.name}",
                     expected="networks, which name one of the file's networks, e.g. networks: {fabric: {nics: 1}}",
+                    action="add networks to this entry of hosts",
                 )
 
 

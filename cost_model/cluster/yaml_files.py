@@ -51,12 +51,27 @@ def read_text(path: str | Path, what: str) -> str:
         with open(path, "rb") as file:
             data = file.read(MOST_BYTES + 1)
         if len(data) > MOST_BYTES:
-            raise ClusterError(f"the {what} is too large", given=str(path), expected=f"at most {MOST_BYTES} bytes")
+            raise ClusterError(
+                f"the {what} is too large",
+                given=str(path),
+                expected=f"at most {MOST_BYTES} bytes",
+                action="check that this is the file you mean, or shorten it",
+            )
         return data.decode()
     except OSError as error:
-        raise ClusterError(f"the {what} cannot be read", given=f"{path}: {error.strerror}") from error
+        raise ClusterError(
+            f"the {what} cannot be read",
+            given=f"{path}: {error.strerror}",
+            expected="a readable file",
+            action="correct the path, or the file's permissions",
+        ) from error
     except ValueError as error:
-        raise ClusterError(f"the {what} is not text", given=f"{path}: {error}", expected="UTF-8") from error
+        raise ClusterError(
+            f"the {what} is not text",
+            given=f"{path}: {error}",
+            expected="text in UTF-8",
+            action="check that this is the file you mean, or save it in UTF-8",
+        ) from error
 
 
 def refuse_depth(text: str, origin: str, what: str) -> None:
@@ -78,6 +93,7 @@ def refuse_depth(text: str, origin: str, what: str) -> None:
                 f"the {what} is nested too deeply, or has too many aliases",
                 given=f"{origin}:{event.start_mark.line + 1}",
                 expected=f"at most {MOST_DEPTH} levels and {MOST_ALIASES} aliases",
+                action="write the file without aliases (`*name`), and with fewer levels",
             )
 
 
@@ -131,9 +147,19 @@ class YamlFile:
             mark = getattr(error, "problem_mark", None)
             where = f"{origin}:{mark.line + 1}" if mark else origin
             problem = f"{where}: {getattr(error, 'problem', error)}"
-            raise ClusterError(f"the {what} is not YAML", given=problem) from None
+            raise ClusterError(
+                f"the {what} is not YAML",
+                given=problem,
+                expected="YAML, or JSON",
+                action="correct that line: check its indentation, quotes and brackets",
+            ) from None
         except (ValueError, TypeError) as error:  # an invalid date or number, a key of a type that no key can have
-            raise ClusterError(f"the {what} cannot be read", given=f"{origin}: {error}") from None
+            raise ClusterError(
+                f"the {what} cannot be read",
+                given=f"{origin}: {error}",
+                expected="YAML of text, numbers, lists and mappings",
+                action="correct the value or key that the error names; text in quotes is never read as a date",
+            ) from None
 
     def decode(self, kind: type[T]) -> T:
         """Converts the file's content to a msgspec struct of type `kind`; ClusterError with line and key if it does not
@@ -149,12 +175,19 @@ class YamlFile:
             elif missing := re.search(r"missing required field `([^`]+)`", message):
                 facts = {"action": f"add `{missing[1]}: ...`"}
             elif "enum" in message:
-                facts = {"expected": ", ".join(map(str, _find_schema(kind, keys)[0].get("enum", ())))}
+                facts = {
+                    "expected": ", ".join(map(str, _find_schema(kind, keys)[0].get("enum", ()))),
+                    "action": "write one of these",
+                }
             else:
                 message, facts = self._describe_value(message, keys)
             raise self.make_error(keys, message, **facts) from None
         except (ValueError, TypeError, OverflowError, RecursionError) as error:
-            raise ClusterError(f"the {self.what} cannot be read", given=f"{self.origin}: {error}") from None
+            raise ClusterError(
+                f"the {self.what} cannot be read",
+                given=f"{self.origin}: {error}",
+                action="correct the value that the error names",
+            ) from None
 
     def _describe_value(self, message: str, keys: list[str | int]) -> tuple[str, dict[str, str]]:
         """Rewords msgspec's error about a value of the wrong type; returns (message, facts such as the value given)."""
@@ -201,7 +234,9 @@ class YamlFile:
         name = "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in known).lstrip(".")
         where = f"{self.origin}:{line}" + (f", key {name}" if name else "")
         return ClusterError(
-            f"the {self.what} is wrong at {where}: {message[:1].lower()}{message[1:]}", action=action, **facts
+            f"the {self.what} is wrong at {where}: {message[:1].lower()}{message[1:]}",
+            action=action or "correct that line of the file",
+            **facts,
         )
 
 

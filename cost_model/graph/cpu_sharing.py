@@ -33,9 +33,10 @@ class Clock:
         heapq.heappush(self._events, (self.now_s + seconds, self._count, call))
 
     def ahead(self, seconds: float) -> bool:
-        """Advances the clock by `seconds` and returns True, unless an event is due until then: then it returns False.
+        """Advances the clock by `seconds` if no event is due before then; returns whether it did.
 
-        This saves scheduling an event that would be the next one anyway.
+        This saves scheduling an event that would be the next one anyway. After False, the caller has to schedule the
+        event.
         """
         then_s = self.now_s + seconds
         if self._events and self._events[0][0] <= then_s:

@@ -86,8 +86,8 @@ class Steps:
 
 @dataclass(slots=True)
 class Graph(Steps):
-    """Holds the nodes of one rank's step with the memory of their results; results (outputs of nodes) are numbered
-    through.
+    """Holds the nodes of one rank's step with the memory of their results. A result is one output of a node; all
+    results of the step have consecutive numbers.
 
     Attributes:
         operands: results that each node reads, one entry per operand.

@@ -68,7 +68,7 @@ class Machine:
             raise ClusterError(
                 "the plan has more ranks than the cluster has devices",
                 given=f"{ranks} ranks, {len(self.sharing.hosts)} devices",
-                action="name a larger cluster, or plan for fewer ranks",
+                action="name a larger cluster by --cluster, or plan for fewer ranks by -np",
             )
 
     def round_up_bytes(self, size: int) -> int:

@@ -140,10 +140,13 @@ class _Run:
             if rank.left:
                 stuck = sorted(k for k, come in self.come.items() if come)
                 raise PlanError(
-                    "the ranks wait for each other for ever",
+                    "the simulated ranks of the plan wait for each other for ever",
                     given=f"exchanges (key, ranks) that only some ranks reach: {stuck[:3]}"
                     if stuck
-                    else f"rank {rank.number}",
+                    else f"rank {rank.number} does not reach the end of its step",
+                    expected="each exchange is reached by all of its ranks, in an order that lets every rank go on",
+                    action="this is a fault of Whale: please report it with the program, which "
+                    "`WHALE_DEBUG_DUMP=dir` writes",
                 )
         return [
             Played(

@@ -59,7 +59,7 @@ class Efficiency(Entry, frozen=True):
 
     Attributes:
         matmul_fraction: fraction of peak FLOP/s that large matrix products reach.
-        matmul_fill_k: steps of the inner dimension that a tile's start and end are worth.
+        matmul_fill_k: time of a tile's start and end in a matrix product, in steps of the inner dimension.
         memory_fraction: fraction of the memory bandwidth that streaming kernels reach.
         kernel_us: microseconds that each kernel takes at least.
         attention_fraction: fraction of peak FLOP/s that the first fused attention kernels reach on long sequences.
@@ -235,7 +235,12 @@ def make_table(entries: list[E]) -> Mapping[str, E]:
     for entry in entries:
         for name in (entry.name, *getattr(entry, "aliases", ())):
             if name in found:
-                raise ClusterError("two entries of the hardware catalogue have the same name or alias", given=name)
+                raise ClusterError(
+                    "two entries of the hardware catalogue have the same name or alias",
+                    given=name,
+                    expected="names and aliases that occur once in a file",
+                    action=f"rename one of the entries in {FOLDER.name}/, or remove the alias",
+                )
             found[name] = entry
     return found
 

@@ -129,11 +129,13 @@ def _count_channels(device: Device) -> float:
 
 
 def _step_rate(device: Device, dtype: str) -> float:
-    """Returns how many steps of the inner dimension a multiprocessor takes in the time of one step with 16-bit floats.
+    """Returns how much faster matrix products are in `dtype` than in 16-bit floats, to correct
+    `Efficiency.matmul_fill_k`.
 
-    A tile's start and end take about as long in every dtype, as results and partial sums are no shorter in float8. So
-    they are worth more steps of a faster dtype. A processor's curve counts in steps of the dtype that it computes in
-    (1).
+    Computing a tile of the result has a fixed time at its start and end, which `matmul_fill_k` expresses as a number of
+    steps of the inner dimension, in 16-bit floats. That time is about the same in every dtype, as results and partial
+    sums are no shorter in float8, so it is worth more steps of a faster dtype. Returns 1 for processors, whose curve
+    already counts steps of the dtype that they compute in.
     """
     if device.kind == "cpu":
         return 1.0

@@ -49,7 +49,7 @@ class Work:
         flops: its FLOPs.
         read_bytes, written_bytes: bytes that it reads from and writes to memory.
         kernels: number of kernel launches; 0: nothing runs, or only on the host.
-        scratch_bytes: memory besides its results, if the node says so.
+        scratch_bytes: memory that it needs besides its results, where an attribute of the node gives it; else 0.
     """
 
     flops: float = 0.0

@@ -178,7 +178,7 @@ def _whole(text: str) -> int:
     """Parses a whole number, which some programs write as 8.0; raises ValueError for other numbers."""
     value = float(text)
     if not value.is_integer():
-        raise ValueError(f"{text!r} is no whole number")
+        raise ValueError(f"{text!r} is no whole number; write one such as 8")
     return int(value)
 
 
@@ -243,7 +243,12 @@ def _mosaic(row: Mapping[str, str]) -> Case:
     """Reads a row of MosaicML llm-foundry, scripts/train/benchmarking, throughput tables (FSDP)."""
     name = row["Model"].strip().lower()
     if name not in MPT:
-        raise ProgramError("the row's model is not one of MosaicML's", given=row["Model"], expected=", ".join(MPT))
+        raise ProgramError(
+            "the row's model is not one of MosaicML's",
+            given=f"Model: {row['Model']}",
+            expected=", ".join(MPT),
+            action="correct the column Model, or add the model's sizes to MPT in cost_model/validation/cases.py",
+        )
     hidden, heads, layers = MPT[name]
     sharding = {"FULL_SHARD": 3, "SHARD_GRAD_OP": 2, "NO_SHARD": 0}[row["Sharding Strategy"].strip().upper()]
     devices, micro_batch = _whole(row["# GPUs"]), _whole(row["MicroBatchSize"])
@@ -544,5 +549,6 @@ def read(
                     f"line {rows.line_num} of {path} is no row of {table.name}",
                     given=f"{type(error).__name__}: {error}",
                     expected=f"values in {', '.join(sorted(table.columns))}",
+                    action="correct that line of the file, or remove it",
                 ) from error
         return (replace(table, name=path.stem) if table.name == SHARED_FORM else table), cases

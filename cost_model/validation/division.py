@@ -109,10 +109,11 @@ def _fastest(row: Division, model: Transformer, software: str, where: Cluster) -
             return best[1], True
     if smallest is None:
         raise PlanError(
-            "no division of work completes the row",
+            "no parallel degrees for the row's blank fields give a plan that can be predicted",
             given=", ".join(f"{name} {value or '(blank)'}" for name, value in zip(NAMES, row.sizes)),
             expected="sizes that divide the devices, the layers and the batch",
             reason=" ".join(refused.split()),
+            action="correct the row's sizes, or leave those blank that were not published",
         )
     return smallest[1], False
 
@@ -154,7 +155,9 @@ def _legal(row: Division, model: Transformer) -> Iterator[tuple[int, ...]]:
                 continue
         elif datas is None:
             raise PlanError(
-                "a row names neither its devices nor its data-parallel ranks", expected="a value for devices or data"
+                "a row names neither its devices nor its data-parallel ranks",
+                expected="a value for devices or data",
+                action="fill in one of these columns of the row",
             )
         else:
             data = datas

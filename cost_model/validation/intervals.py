@@ -170,12 +170,12 @@ def compare(residuals: Sequence[float], prior: float = COMMON_SCALE, common: Rea
 
 
 def find_common(residuals: Mapping[Group, Sequence[float]]) -> tuple[float, Reach]:
-    """Returns what small groups share: (scale of a group without rows, how many scales nine of ten rows are off at
-    most).
+    """Returns the figures that groups with few rows share: (scale of a group without rows, reaches of intervals).
 
-    The second is a pair: for groups of fewer than `FEW_ROWS` rows, and for larger ones without a quantile of their own.
-    If such groups have fewer than `OWN_ROWS` rows together, it is the quantile of all groups, or their largest score if
-    that is more.
+    A reach is the number of scales within which nine of ten scores lie. There are two: one for groups of fewer than
+    `FEW_ROWS` rows, and one for groups of fewer than `OWN_ROWS`; larger groups have reaches of their own. Each is the
+    quantile of the scores of all groups of that size. If these groups have fewer than `OWN_ROWS` rows together, it is
+    the quantile over all groups, or the largest of these groups' scores if that is more.
     """
     prior = _prior(residuals)
     scores = [(len(own), score) for own in residuals.values() for score in _scores(own, prior)]

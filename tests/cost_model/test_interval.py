@@ -126,5 +126,5 @@ def test_the_fastest_division_completes_a_row_and_what_cannot_be_completed_is_an
     path.write_text(text.replace(",8,35,1,3,280,280,1,selective", ",8,,,,7,280,,selective"))
     last = read(path)[1][-1]
     assert last.label == "line 5"
-    with pytest.raises(PlanError, match="no division of work completes the row"):
+    with pytest.raises(PlanError, match="no parallel degrees for the row"):
         last.predict()

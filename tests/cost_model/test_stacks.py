@@ -436,7 +436,7 @@ def test_an_exchange_of_tokens_may_run_beside_kernels() -> None:
     steps = [predict(mixture, plan, changed(CORE, hides_experts=part), H100) for part in (0.0, 0.5, 1.0)]
     compute_s = [one.evaluation.compute_s for one in steps]
     assert compute_s[0] > compute_s[1] > compute_s[2] > 0
-    with pytest.raises(PlanError, match="do not fit each other"):
+    with pytest.raises(PlanError, match="top_groups and expert_groups have to be given together"):
         msgspec.structs.replace(mixture, expert_groups=4)
     with pytest.raises(PlanError, match="for models with experts"):
         msgspec.structs.replace(GPT, expert_groups=4, top_groups=2)

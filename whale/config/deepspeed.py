@@ -157,7 +157,9 @@ def _find_keys(fields: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
 
 
 def _find_notes(fields: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yields (field, what to know) for fields that correspond to a key which does not say everything."""
+    """Yields (field of DeepSpeed's, note) for fields that a key of Whale's does not fully replace; the note says what
+    to add.
+    """
     whole, part = _whole(fields.get("train_batch_size")), _whole(fields.get("train_micro_batch_size_per_gpu"))
     steps = _whole(fields.get("gradient_accumulation_steps"))
     if whole:

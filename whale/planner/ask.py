@@ -99,7 +99,7 @@ def describe(text: str) -> tuple[Transformer, int | None]:
                 f"a {family} has no {name or 'field without a name'}",
                 given=part,
                 expected=", ".join([*names, "batch"]),
-                action=f"write {near}={number.strip()}, if that is meant" if near else None,
+                action=f"write {near}={number.strip()}, if that is meant" if near else "leave the field out",
             )
         if not number.strip().isdigit():
             raise PlanError(
@@ -233,7 +233,12 @@ def limits(fixed: list[str], budget_s: float = BUDGET_S) -> Constraints:
         if value not in WORDS[name] if name in WORDS else number is None or not least <= number <= most:
             levels = f"a level from {least} to {most}" if name == "zero" else f"a whole number of at least {least}"
             can = " or ".join(WORDS.get(name, (levels,)))
-            raise PlanError("a choice cannot be fixed to this value", given=one, expected=f"{name}={can}")
+            raise PlanError(
+                "a choice cannot be fixed to this value",
+                given=one,
+                expected=f"{name}={can}",
+                action=f"correct the value of --set {name}=..., or leave it out: the search chooses",
+            )
         if name in values:
             raise PlanError(f"{name} is fixed twice", given=f"{first[name]} and {one}", action="leave one of them out")
         values[name], first[name] = value if number is None else number, one

@@ -227,7 +227,13 @@ def decode(path: str, kind: Any, expected: str) -> Any:
     try:
         return yaml_files.YamlFile(yaml_files.read_text(path, "file"), path, "file").decode(kind)
     except ClusterError as error:
-        raise PlanError("a file cannot be read", given=path, reason=str(error), expected=expected) from error
+        raise PlanError(
+            "a file cannot be read",
+            given=path,
+            reason=str(error),
+            expected=expected,
+            action="correct the path, or the line of the file that the reason names",
+        ) from error
 
 
 def rank(

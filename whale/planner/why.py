@@ -85,6 +85,7 @@ def _unknown(plan: PlanFile, question: str) -> PlanError:
         "the question cannot be answered for this plan",
         given=question,
         expected=f"{FORMS}; there are {', '.join(names)}",
+        action="ask in one of these forms, with a host or network of the plan's cluster",
     )
 
 

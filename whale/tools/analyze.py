@@ -48,11 +48,14 @@ class _Done(BaseException):
 class _Meter:
     """Measures the steps of the program that the saved plan is for; the runtime calls its methods during the run.
 
+    The first `WARM` steps are not timed, the next `steps_wanted` are, and `PROFILED` more run under TensorFlow's
+    profiler; then `_Done` ends the script.
+
     Attributes:
         steps_wanted: number of steps to time.
-        seen: the program with its plan, once it has been compiled.
-        taken: seconds of each timed step; the first `WARM` steps are not timed.
-        calls: number of steps so far.
+        seen: the program with its plan, once it has been compiled; None before.
+        taken: seconds of each timed step.
+        calls: number of steps so far, those that are not timed included.
         moving_s: seconds of exchanges per step, each from the arrival of its last participant.
         busy_s: seconds per step in which at least one kernel ran.
         peak_bytes: peak of TensorFlow's allocator; None: it keeps no statistics.

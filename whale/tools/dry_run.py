@@ -71,15 +71,17 @@ def plan(fn: Any, *args: Any, ranks: int | None = None, **kwargs: Any) -> StepPl
     """Plans a step for ``ranks`` ranks in this process alone, and trains nothing.
 
     Args:
-      fn: a Python function, a tf.function or a wh.function. args, kwargs: the arguments of ``fn``; tf.TensorSpec with
-          static shapes (of the global batch) may stand for tensors. ranks: number of ranks; None: the ranks of this
-          run, or 1 before ``wh.init``.
+      fn: a Python function, a tf.function or a wh.function.
+      args, kwargs: the arguments of ``fn``; tf.TensorSpec with static shapes (of the global batch) may stand for
+          tensors.
+      ranks: number of ranks; None: the ranks of this run, or 1 before ``wh.init``.
 
     Returns:
       the plan; its ``graph()`` gives a networkx graph of the step's operations and their layouts.
 
     Raises:
-      CaptureError: the step cannot be captured. PlanError: the batch cannot be split as asked.
+      CaptureError: the step cannot be captured.
+      PlanError: the batch cannot be split as asked.
     """
     settings, scale = PlanSettings(size=ranks or 1), None
     if (run := find_running()) is not None:
@@ -101,8 +103,9 @@ class PredictionTarget:
     If neither a profile nor a cluster is given, it is the default profile of `whale profile`, if that file exists.
 
     Attributes:
-      profile: path of a file written by `whale profile`. cluster: path of a cluster file, or "local" for this machine.
-          network: type of network between the hosts of this job, if the cluster is "local".
+      profile: path of a file written by `whale profile`.
+      cluster: path of a cluster file, or "local" for this machine.
+      network: type of network between the hosts of this job, if the cluster is "local".
     """
 
     profile: str | None = None
@@ -152,8 +155,8 @@ class PredictionTarget:
         """Predicts a plan's step; returns (the prediction, "") or (None, a line that says why there is none).
 
         Raises:
-          ClusterError: a file that was named cannot be read, or does not fit the plan. PlanError: a file was named, and
-              the program's step time cannot be predicted.
+          ClusterError: a file that was named cannot be read, or does not fit the plan.
+          PlanError: a file was named, and the program's step time cannot be predicted.
         """
         if (on := self.machines()) is not None:
             return predict_on(planned, on), ""
@@ -223,16 +226,20 @@ def main(
     """Prints the plan of a script's first step that takes a batch, and its prediction: `whale plan SCRIPT`.
 
     Args:
-      args: the script's arguments. ranks: number of ranks; None: the number of devices in the cluster file, else 2.
-          out: file to write the plan to, as JSON. prediction: the machine to predict for. is_model: ``script`` is a
-          model file (see whale.tools.models). explain: name or pattern of operations whose layouts are explained.
-          fixed: choices PATTERN.split=N, each of which is compared with the plan (see whale.tools.what_if). found:
-          called when the plan is complete, before it is printed. verbose: also print how long each pass took and what
-          it changed.
+      args: the script's arguments.
+      ranks: number of ranks; None: the number of devices in the cluster file, else 2.
+      out: file to write the plan to, as JSON.
+      prediction: the machine to predict for.
+      is_model: ``script`` is a model file (see whale.tools.models).
+      explain: name or pattern of operations whose layouts are explained.
+      fixed: choices PATTERN.split=N, each of which is compared with the plan (see whale.tools.what_if).
+      found: called when the plan is complete, before it is printed.
+      verbose: also print how long each pass took and what it changed.
 
     Raises:
-      ClusterError: the script or a file does not exist. PlanError: a choice cannot be read, or the plan does not fit.
-          ProgramError: the script ended without a step that takes a batch.
+      ClusterError: the script or a file does not exist.
+      PlanError: a choice cannot be read, or the plan does not fit.
+      ProgramError: the script ended without a step that takes a batch.
     """
     asked, ranks = [read_what_if(text) for text in fixed], ranks or prediction.devices() or 2
     passes = PassLog() if verbose else None
@@ -277,8 +284,9 @@ def capture_again(plan: PlanFile, path: str) -> Planned:
       path: path of the plan file.
 
     Raises:
-      ClusterError: the script does not exist here. PlanError: the plan names no script, or the program has changed
-          since. ProgramError: the script ends without the plan's step.
+      ClusterError: the script does not exist here.
+      PlanError: the plan names no script, or the program has changed since.
+      ProgramError: the script ends without the plan's step.
     """
     if plan.description:
         return plan_again(plan, path)
@@ -297,11 +305,13 @@ def replay(plan: PlanFile, path: str, prediction: PredictionTarget, with_sliders
     """Captures a saved plan's step again and simulates it, to draw it.
 
     Args:
-      path: path of the plan file. prediction: the machine to simulate; if it names none, the plan's own cluster, or
-          this machine. with_sliders: also simulate faster and slower exchanges and ranks.
+      path: path of the plan file.
+      prediction: the machine to simulate; if it names none, the plan's own cluster, or this machine.
+      with_sliders: also simulate faster and slower exchanges and ranks.
 
     Raises:
-      ClusterError: the script does not exist here, or a file cannot be read. PlanError: the program has changed since.
+      ClusterError: the script does not exist here, or a file cannot be read.
+      PlanError: the program has changed since.
     """
     planned, ranks = capture_again(plan, path), plan.strategy.ranks
     own = plan.cluster if prediction.profile is None and prediction.cluster is None else None
@@ -331,7 +341,8 @@ def simulate_file(model: str, ranks: int, measured: str) -> tuple[str, bool]:
     """Predicts the step of a model file on a machine that `whale profile` measured: `whale simulate --measured`.
 
     Args:
-      model: path of the model file. measured: path of the profile.
+      model: path of the model file.
+      measured: path of the profile.
 
     Returns:
       (text with the prediction, whether the step fits into memory).
@@ -381,13 +392,14 @@ def first_step(
     Programs without a batch (initial values, restoring) run on one rank, so that the script gets to its step.
 
     Args:
-      args: the script's arguments. saved: path of a plan file to use instead of planning the step. on: the devices that
-          ``auto_parallel`` plans for; None: ranks are as fast as this process. passes: records how long each pass over
-          the step took and what it changed.
+      args: the script's arguments.
+      saved: path of a plan file to use instead of planning the step.
+      on: the devices that ``auto_parallel`` plans for; None: ranks are as fast as this process.
+      passes: records how long each pass over the step took and what it changed.
 
     Raises:
-      ClusterError: the script does not exist. ProgramError: the script failed, or ended without a step that takes a
-          batch.
+      ClusterError: the script does not exist.
+      ProgramError: the script failed, or ended without a step that takes a batch.
     """
     if not Path(script).is_file():
         raise ClusterError(
@@ -419,8 +431,9 @@ def _nothing_to_plan(script: str, started: bool, outside: ExternalUpdates, seen:
     """Creates the error for a script that ended without a step to plan.
 
     Args:
-      started: whether the script called ``wh.init``. outside: training that the script did outside of Whale. seen:
-          names of the programs that it ran, none of which takes a batch.
+      started: whether the script called ``wh.init``.
+      outside: training that the script did outside of Whale.
+      seen: names of the programs that it ran, none of which takes a batch.
     """
     facts, action = {"given": script}, "check that the script calls its step when started alone"
     if outside.trained:

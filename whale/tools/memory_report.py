@@ -20,17 +20,19 @@ class MemoryReport:
     """Holds the memory of this process in bytes; printing it gives a table.
 
     Attributes:
-      ranks: the ranks of this process; all figures are for all of them together, except `predicted`. variables:
-          category (parameters, optimizer state, buffers) -> exact bytes of the variables that these ranks hold now.
-          predicted: name of a program -> category -> bytes at the peak of a step, on the first of these ranks.
-          Categories are variables, gradients, gathered weights and activations. on_host_bytes: part of `variables` that
-          lies in host memory because of ``memory.offload``. copied: bytes that steps have copied (to host memory, from
-          host memory) since the process began. copied_each_step: name of a program -> bytes that a step is predicted to
-          copy (to, from) host memory. Rows of tables whose number only the step knows are not counted. allocated_bytes,
-          allocated_peak_bytes: bytes that TensorFlow's allocator has given out, now and at most; tensors below 256 KiB
-          are not counted. None: not measured, see ``not_allocated``. not_allocated: why the allocator's figures are
-          missing. resident_bytes, resident_peak_bytes: resident memory of the process, libraries included, as the
-          kernel counts it.
+      ranks: the ranks of this process; all figures are for all of them together, except `predicted`.
+      variables: category (parameters, optimizer state, buffers) -> exact bytes of the variables that these ranks hold
+          now.
+      predicted: name of a program -> category -> bytes at the peak of a step, on the first of these ranks. Categories
+          are variables, gradients, gathered weights and activations.
+      on_host_bytes: part of `variables` that lies in host memory because of ``memory.offload``.
+      copied: bytes that steps have copied (to host memory, from host memory) since the process began.
+      copied_each_step: name of a program -> bytes that a step is predicted to copy (to, from) host memory. Rows of
+          tables whose number only the step knows are not counted.
+      allocated_bytes, allocated_peak_bytes: bytes that TensorFlow's allocator has given out, now and at most; tensors
+          below 256 KiB are not counted. None: not measured, see ``not_allocated``.
+      not_allocated: why the allocator's figures are missing.
+      resident_bytes, resident_peak_bytes: resident memory of the process, libraries included, as the kernel counts it.
     """
 
     ranks: tuple[int, ...]

@@ -184,11 +184,15 @@ def main(
     """Prints the plan of the fastest strategy that fits, and the predictions of the others.
 
     Args:
-      text: the description. batch: global batch in rows; None: the description says it. out: file to write the plan to,
-          as JSON. budget_s: see `find_strategy`. found: called when the plan is complete, before it is printed.
+      text: the description.
+      batch: global batch in rows; None: the description says it.
+      out: file to write the plan to, as JSON.
+      budget_s: see `find_strategy`.
+      found: called when the plan is complete, before it is printed.
 
     Raises:
-      ClusterError: the cluster cannot be read. PlanError: the description cannot be read, or no strategy fits.
+      ClusterError: the cluster cannot be read.
+      PlanError: the description cannot be read, or no strategy fits.
     """
     machines = read_named_cluster(cluster, network, cpu_quota())
     plan = file_of(text, machines, *find_strategy(read(text, batch), machines, budget_s))

@@ -30,8 +30,9 @@ def trace(plan: PlanFile, path: str, profile: str | None, cluster: str | None) -
     """Returns the simulated timeline of all ranks as a Chrome trace in JSON.
 
     Args:
-      path: path of the plan file. profile: path of a profile of `whale profile` to predict with; None: the cluster, or
-          the default profile. cluster: path of a cluster file to predict with; None: the plan's own.
+      path: path of the plan file.
+      profile: path of a profile of `whale profile` to predict with; None: the cluster, or the default profile.
+      cluster: path of a cluster file to predict with; None: the plan's own.
     """
     return draw_captured.trace(_draw(plan, path, profile, cluster))
 
@@ -57,12 +58,13 @@ def problems(plan: PlanFile, path: str, cluster: Cluster | None) -> list[str]:
     valid.
 
     Args:
-      path: path of the plan file. cluster: the devices to check memory for; None: the plan's own cluster, if it has
-          one.
+      path: path of the plan file.
+      cluster: the devices to check memory for; None: the plan's own cluster, if it has one.
 
     Raises:
-      ClusterError: the script does not exist here. PlanError: the plan names no script. ProgramError: the script ends
-          without the plan's step.
+      ClusterError: the script does not exist here.
+      PlanError: the plan names no script.
+      ProgramError: the script ends without the plan's step.
     """
     ranks, cluster = plan.strategy.ranks, cluster or plan.cluster
     devices = cluster_machine(cluster).memory_bytes if cluster is not None else ()

@@ -136,7 +136,8 @@ def compare(planned: Planned, one: WhatIf, on: MachineProfile | Cluster | None) 
     """Formats one line that says what a choice changes, or why it is impossible.
 
     Args:
-      planned: the plan without the choice. on: the machine for predicted times; None: times are not predicted.
+      planned: the plan without the choice.
+      on: the machine for predicted times; None: times are not predicted.
 
     Raises:
       PlanError: the pattern matches no operation with a weight.

@@ -98,11 +98,17 @@ def _grid(
 
 
 def _ideal_s(sizes: tuple[int, ...], options: list[StageOption], count: int) -> float:
-    """Returns a lower limit of the slowest stage's seconds: half of a micro-batch's, shared by all devices without
-    loss.
+    """Returns a lower limit of the slowest stage's seconds for a micro-batch: half of what a step without any loss
+    would take.
 
-    If no pool has options of its own (replicas on several pools are required), returns the seconds of the fastest stage
-    that any option gives, whatever its layers.
+    That ideal step divides the work of all layers over all devices, each at the best speed that any option of its pool
+    has. If no option uses one pool alone (replicas on several pools are required), returns the seconds of the fastest
+    stage that any option gives, whatever its layers.
+
+    Args:
+        sizes: number of devices of each pool.
+        options: the options of a stage.
+        count: number of layers.
     """
     speed = 0.0
     for pool, devices in enumerate(sizes):

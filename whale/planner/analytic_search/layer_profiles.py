@@ -192,7 +192,8 @@ class TableModel:
             raise PlanError(
                 "the profile has no measurement that the plan needs",
                 given=f"{self.machines.pools[pool].device.name}, {tensor} tensor-parallel ranks, recompute {recompute}",
-                action="measure every layer of the profile on this device with this degree and recompute",
+                expected="measurements of every layer with these three",
+                action="add them to `measured` in the profile, or fix others: --set tensor=N, --set recompute=KIND",
             )
         each = {name: _interpolate(sizes, rows) for name, sizes in known.items()}
         own = [each[layer.name] for layer in self.kinds]

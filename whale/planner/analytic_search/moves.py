@@ -130,8 +130,10 @@ class Moves:
         return alike and all(part.rows >= 1 and self.allowed(part) for part in parts)
 
     def _groups(self, ranks: Ranks) -> list[frozenset[int]]:
-        """Returns sets of stages that a move changes together: all, both ends, each end, each run of equal stages, all
-        equal.
+        """Returns the sets of stages whose ranks a move may change together, at most `MOST_GROUPS`.
+
+        These are all stages, the first and the last one, either of these alone, and for each run of consecutive equal
+        stages: the run, all stages of the plan that are equal to it, and its last stage.
         """
         last = len(ranks) - 1
         found = [frozenset(range(last + 1)), frozenset({0, last}), frozenset({0}), frozenset({last})]
@@ -180,8 +182,16 @@ class Moves:
                 yield from self._mixed_with(part, pool, stages)
 
     def _mixed_with(self, part: DeviceGroup, pool: Pool, stages: int) -> Iterator[tuple[DeviceGroup, ...]]:
-        """Yields stages with replicas of `part` and of another pool, rows by speed; the pool gets one, as many, or all
-        it has.
+        """Yields stages that share the rows of `part` between its replicas and some on `pool`, in proportion to their
+        speed.
+
+        The numbers of replicas on `pool` to try are one; half as many as `part` has, as many, and twice as many; an
+        equal part of the pool for each of `stages` stages; and the whole pool.
+
+        Args:
+            part: replicas of a stage, all on one pool.
+            pool: the pool to add replicas on.
+            stages: number of stages that may be changed alike.
         """
         if part.tensor not in self.tensors(pool.number):
             return
@@ -309,11 +319,14 @@ class Moves:
             at += len(run)
 
     def _paid(self, ranks: Ranks, kept: frozenset[int]) -> Iterator[Ranks]:
-        """Yields `ranks` after the removal of stages until the devices suffice, and the same with stages added on idle
-        devices.
+        """Yields `ranks` in a form for which there are enough devices, and the same with stages added on idle devices.
+
+        If a move has made some stages larger, stages on the pools that lack devices are removed, one by one. Nothing is
+        yielded if that does not succeed.
 
         Args:
-            kept: stages that were just changed and should stay; other stages are removed first.
+            ranks: device groups of each stage.
+            kept: stages that were just changed and should stay; all others are removed before any of these.
         """
         marked = [(parts, i in kept) for i, parts in enumerate(ranks)]
         while not has_room(self.machines, [parts for parts, _ in marked]):

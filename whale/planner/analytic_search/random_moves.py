@@ -52,7 +52,9 @@ class RandomMoves:
         return found
 
     def _pick(self, r: random.Random, ranks: Ranks) -> set[int]:
-        """Returns the stages to change, at random: one, both ends, all equal to one, all, or some consecutive ones."""
+        """Returns the stages to change, at random: one stage, the first and the last, all stages with the same ranks as
+        one, all stages, or some consecutive ones.
+        """
         last, at = len(ranks) - 1, r.randrange(len(ranks))
         alike = {i for i, parts in enumerate(ranks) if parts == ranks[at]}
         run = set(range(at, min(last, at + r.randrange(len(ranks))) + 1))

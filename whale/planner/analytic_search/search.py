@@ -418,8 +418,9 @@ class Search(Families):
         return msgspec.structs.replace(settings, micro_batches=micro_batches, expert_ranks=experts)
 
     def _with_layers_of(self, strategy: ParallelStrategy, settings: ParallelStrategy, ranks: Ranks) -> ParallelStrategy:
-        """Returns `settings` on other ranks with the layers of `strategy`; with another number of stages, layers by
-        speed.
+        """Returns `settings` with stages on `ranks` that have the layers of the strategy's stages.
+
+        If the numbers of stages differ, layers are divided in proportion to the speed of the ranks instead.
         """
         if len(ranks) == len(strategy.stages):
             layers = [stage.layers for stage in strategy.stages]
@@ -458,8 +459,11 @@ class Search(Families):
                 yield found
 
     def _least_s(self, micro_batches: int, ranks: Ranks, settings: ParallelStrategy) -> float:
-        """Returns about the least seconds of all micro-batches' passes on these ranks, if layers could be divided
-        arbitrarily.
+        """Estimates the seconds of all micro-batches' passes on these ranks, as if layers could be divided into
+        fractions.
+
+        With equal loads for all stages and no bubble, this is about the least that any assignment of layers gives;
+        moves that cannot be faster are left out.
         """
         each = self._each_s(ranks, settings)
         return micro_batches * self.model.count / sum(1.0 / each[parts] for parts in ranks)
@@ -572,10 +576,11 @@ class Search(Families):
         self._shake()
 
     def _wander(self, strategy: ParallelStrategy, seconds: float, patience: int) -> None:
-        """Changes a strategy at random, keeps each improvement, and stops after `patience` tries that together gained
+        """Changes a strategy at random, keeps each improvement, and stops after `patience` tries in a row that gained
         too little.
 
-        Where many stages are unequal, a single change gains next to nothing, and a thousand of them about a tenth.
+        Too little is less than the fraction `STEP` of the step's seconds, over all these tries together. Where many
+        stages are unequal, one change gains next to nothing, but a thousand of them gain about a tenth.
         """
         tried, since_s, r = 0, seconds, random.Random(self.shaken)
         self.shaken += 1
@@ -679,8 +684,9 @@ class Search(Families):
     def _beginnings(self) -> list[tuple[float, ParallelStrategy]]:
         """Returns (seconds, strategy) of the simulated strategies, in the order in which to improve them.
 
-        First comes the best for each (stages, micro-batches, pools, interleaved or not), interleaved ones and others in
-        turn; then all the rest.
+        The first are the fastest of each kind (a kind is the number of stages, the number of micro-batches, the pools
+        used, and whether it is interleaved); interleaved and plain kinds alternate. All other strategies follow,
+        fastest first.
         """
         first: dict[tuple[object, ...], tuple[float, ParallelStrategy]] = {}
         others = []
@@ -697,11 +703,11 @@ class Search(Families):
         return [*(one for one in both if one is not None), *others]
 
     def _try(self, candidates: Sequence[Candidate], effort: _Effort) -> None:
-        """Cuts candidates into stages, best estimate first, until estimates are far behind, and simulates the best
-        results.
+        """Cuts candidates into stages, best estimate first, and simulates the best results.
 
-        Once `effort.cut` candidates are cut, further ones are only if their estimate is below the best bound and they
-        are interleaved or the first of their shape. Interleaved candidates get even layers instead of a cut.
+        Cutting ends when estimates are far behind the best lower bound so far. Once `effort.cut` candidates are cut,
+        another one is cut only if its estimate is below that bound and it is interleaved, or the first of its shape
+        (`Candidate.shape`). Interleaved candidates get even layers instead of a cut.
         """
         failed = 0
         built: list[tuple[float, ParallelStrategy]] = []

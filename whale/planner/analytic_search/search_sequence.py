@@ -212,11 +212,12 @@ class _Sequence:
         return [pool for pool in search.machines.pools if pool.number in used]
 
     def _leave_idle_out(self) -> Search:
-        """Returns the search to continue with: the best one, restricted to the hosts that its fastest strategy uses.
+        """Returns the search to continue with: one on only those hosts that the best search's fastest strategy uses.
 
-        The ZeRO level is free again, since the level that made the state fit need not be the fastest. Fewer hosts leave
-        fewer changes to try. And a search on a cluster that never had the idle hosts continues the same way, so that
-        adding kinds of hosts never gives a slower plan.
+        Fewer hosts leave fewer changes to try. The new search begins as one on a cluster that never had the other
+        hosts, so that adding kinds of hosts to a cluster never gives a slower plan. The ZeRO level is free again,
+        unless the user has fixed it, since the level that made the state fit need not be the fastest. If nothing would
+        change, or the new search finds nothing, the best search itself is returned.
         """
         best = self.found[0]
         best.limits = replace(best.limits, faster_than_s=math.inf)

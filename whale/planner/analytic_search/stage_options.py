@@ -197,7 +197,9 @@ def _passes_s(one: LayerCosts, device_s: array[float], host_s: array[float]) -> 
 
 
 def _drop_dominated(options: list[StageOption]) -> list[StageOption]:
-    """Removes options than which another one on the same devices is no worse in any range of layers and any cost."""
+    """Returns the options without dominated ones: those that another option on the same devices equals or beats in
+    every cost, for every range of layers that they can hold.
+    """
     kept: list[StageOption] = []
     for one in sorted(options, key=lambda o: float(o.seconds[0, -1])):
         fit = one.live > 0

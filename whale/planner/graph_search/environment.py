@@ -55,17 +55,20 @@ class SlowableStep(Protocol):
 
 
 def find_slowdown(step: SlowableStep, step_s: float, exchanges_s: float) -> Slowdown:
-    """Returns the slowdown with which the predicted step takes as long as the measured one.
+    """Returns the two factors by which predictions have to be slowed down so that a predicted step takes as long as
+    measured.
 
-    The communication factor is measured over predicted seconds of all exchanges; the computation factor explains the
-    rest. Measured times of overlapping exchanges are too long; if they alone would make the step longer than measured,
-    computation is taken to be as fast as predictions may be wrong by (a factor of `ROUGH`) and the communication factor
-    explains the rest. If the step is predicted to exchange nothing, what was measured is the exchange that every plan
-    has (the ranks compare their plans), and only computation is corrected.
+    The communication factor is the measured over the predicted seconds of all exchanges; the computation factor is then
+    chosen so that the step's prediction is right. There are two exceptions. Measured times of overlapping exchanges are
+    too long: if they alone would make the predicted step longer than the measured one, computation is assumed to be
+    faster than predicted by the largest error that predictions have (a factor of `ROUGH`), and the communication factor
+    is chosen so that the step's prediction is right. And if the step is predicted to exchange nothing, the measured
+    exchange is the one that every step has (ranks compare their plans), and only computation is corrected.
 
     Args:
-      step_s: measured seconds of a step. exchanges_s: measured seconds of its exchanges, without waits, on the rank
-          with the most.
+        step: the predicted step.
+        step_s: measured seconds of a step.
+        exchanges_s: measured seconds of its exchanges, without waits, on the rank with the most.
     """
     least = min(1.0, step_s / step.predict_s(1.0, 1.0)) / ROUGH
     if step.exchanges_s <= 0:
@@ -112,13 +115,15 @@ class SearchEnvironment:
     """Holds the ranks' speeds, prices and memory by which a search evaluates plans.
 
     Attributes:
-      rates: the speed of each rank. prices: a profile written by `whale profile`, or a cluster whose first devices are
-          the ranks; it prices operations and exchanges. None: `rates` do. limits_bytes: memory that each rank has for a
-          step. captured: the program as captured, with its gradients marked, which recomputation needs: the search
-          normalises it again under other settings. None: its gradients are not marked, and recomputation is not tried.
-          hosts_bytes: host memory that each rank may use for offloaded tables; (): none. topology: the hosts and the
-          links between them; None: exchanges between any two ranks take equally long. lending: measures a step of one
-          rank on the cores of all; None: each rank computes on its own cores.
+      rates: the speed of each rank.
+      prices: a profile written by `whale profile`, or a cluster whose first devices are the ranks; it prices operations
+          and exchanges. None: `rates` do.
+      limits_bytes: memory that each rank has for a step.
+      captured: the program as captured, with its gradients marked, which recomputation needs: the search normalises it
+          again under other settings. None: its gradients are not marked, and recomputation is not tried.
+      hosts_bytes: host memory that each rank may use for offloaded tables; (): none.
+      topology: the hosts and the links between them; None: exchanges between any two ranks take equally long.
+      lending: measures a step of one rank on the cores of all; None: each rank computes on its own cores.
     """
 
     rates: Sequence[Rates]
@@ -136,8 +141,8 @@ class SearchEnvironment:
         """Creates the environment of the first ``size`` devices of a cluster, with figures of the hardware catalogue.
 
         Args:
-          program: the program to search for, whose largest weight decides which data type's FLOP/s count. captured: the
-              program as captured, for recomputation.
+          program: the program to search for, whose largest weight decides which data type's FLOP/s count.
+          captured: the program as captured, for recomputation.
 
         Raises:
           ClusterError: the cluster has fewer devices.
@@ -192,15 +197,26 @@ class SearchEnvironment:
         return max(size - self.limits_bytes[rank] for rank, size in held.items())
 
     def lacking_on_hosts(self, programs: Mapping[int, Program]) -> float:
-        """Returns by how many bytes what ranks keep in host memory exceeds it, in the worst case; 0 or less: all
-        fit.
+        """Returns by how many bytes the offloaded variables of a rank exceed its share of host memory, for the worst
+        rank.
+
+        0 or less: all fit, or the hosts' memory is unknown.
+
+        Args:
+            programs: rank -> its program.
         """
         if not self.hosts_bytes:
             return 0.0
         return max(count_host_bytes(program) - self.hosts_bytes[rank] for rank, program in programs.items())
 
     def seconds_of_each(self, program: Program, stands_for: int) -> list[float]:
-        """Returns how long each rank would take for the program of rank ``stands_for``, without waiting for others."""
+        """Returns, for each rank of the run, the seconds that its device would take for one given program, without
+        waiting.
+
+        Args:
+            program: the program of rank ``stands_for``.
+            stands_for: number of the rank that the program was made for, which its exchanges need.
+        """
         size, kinds = len(self.rates), list(dict.fromkeys(self.rates))
         seconds = rank_seconds(program, stands_for, size, [_make_waitless_machine([one] * size) for one in kinds])
         of_kind = dict(zip(kinds, seconds))

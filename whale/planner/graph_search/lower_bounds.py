@@ -34,11 +34,14 @@ class Speed:
     """Holds functions that return how long one kind of rank takes for a node of the program.
 
     Attributes:
-      seconds: (node) -> seconds for the whole batch. part: (node, share, by rows) -> least seconds for a share of the
-          node, divided by rows or along any dimension. of_rows: (node, share, whole bytes) -> seconds for a share of
-          the node's rows, if so many of its bytes (the weights) are moved in full for each share. moving_s: (bytes) ->
-          seconds to read or write so many bytes of memory. start_s: seconds of an operation that do not depend on its
-          size.
+        seconds: (node) -> seconds for the whole batch.
+        part: (node, share, by_rows) -> least seconds for a part of the node that is `share` (0 to 1) of it. by_rows:
+            the node is divided by rows of the batch; False: along whichever dimension is fastest.
+        of_rows: (node, share, whole bytes) -> seconds for a share of the node's rows, as for one micro-batch; of the
+            bytes that the node moves, `whole bytes` (its weights) are moved in full, all others in proportion to the
+            share.
+        moving_s: (bytes) -> seconds to read or write so many bytes of memory.
+        start_s: seconds of an operation that do not depend on its size.
     """
 
     seconds: Callable[[Node], float]
@@ -55,8 +58,8 @@ def speed_of(
 
     Args:
       programs: where to look nodes up, by name and op: a fused operation may have the name of the one that it replaces.
-          price: (program, node, work) -> (seconds, a count that is not used here). start_s: seconds of an operation
-          that do not depend on its size.
+      price: (program, node, work) -> (seconds, a count that is not used here).
+      start_s: seconds of an operation that do not depend on its size.
     """
 
     @cache
@@ -149,7 +152,12 @@ def bound_pipelines(
 
     @cache
     def sum_products(kind: Speed, parts: int) -> list[float]:
-        """Returns the seconds of products with one of so many parts of the rows, summed up to each weight."""
+        """Returns the seconds of all products for one micro-batch, as cumulative sums over the chain of weights from 0
+        on.
+
+        Args:
+            parts: number of parts into which a step's rows are divided; one of them is computed.
+        """
         seconds = [0.0] * weights
         for node, level, whole_bytes in contracted:
             seconds[level] += kind.of_rows(node, 1 / parts, whole_bytes)
@@ -157,7 +165,7 @@ def bound_pipelines(
 
     @cache
     def update_s(kind: Speed, high: int) -> float:
-        """Returns the seconds of the updates of the first weights of the chain."""
+        """Returns the seconds of the updates of the first `high` weights of the chain."""
         first, found_s = {*handles[:high]}, 0.0
         for node, of_handles in _find_writers(program, whole):
             own, every = (sum(trained.get(h, 0) for h in found) for found in (first & {*of_handles}, of_handles))

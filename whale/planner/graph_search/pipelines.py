@@ -35,8 +35,8 @@ class Levels:
     """Stores the position of nodes along the chain of weights, by node name.
 
     Attributes:
-      forward: number of the last weight of the chain that the node depends on. backward: number of the weight to whose
-          position the node belongs in the backward pass.
+      forward: number of the last weight of the chain that the node depends on.
+      backward: number of the weight to whose position the node belongs in the backward pass.
     """
 
     forward: dict[str, int]
@@ -44,11 +44,12 @@ class Levels:
 
 
 def levels(program: Program) -> Levels:
-    """Finds the position of nodes along the chain of weights.
+    """Finds the position of nodes along the chain of weights, by which they belong to one pipeline stage or another.
 
-    In the forward pass these are the products with the chain's weights and all nodes that they depend on. In the
-    backward pass these are nodes that depend on the last product and contribute to one position of the chain. Nodes
-    that combine gradients of several positions (a global norm), and nodes that depend on such nodes, have no position.
+    In the forward pass, the products with the chain's weights and all nodes that they depend on have a position: the
+    number of the last weight that the node depends on. In the backward pass, the nodes that depend on the last product
+    and lead to the gradient of one weight have that weight's position. Nodes that combine gradients of several
+    positions (a global norm), and nodes that depend on such nodes, have no position.
     """
     weights, read = chain(program), products(program)
     first = {read[handle][0].name: i for i, handle in enumerate(weights)}
@@ -228,11 +229,14 @@ def pipelines(
 
 
 def why_none(program: Program, size: int, rows: int, local: bool, stages: int, asked: int) -> str:
-    """Explains why there is no pipeline with `stages` stages to try.
+    """Explains why there is no pipeline with `stages` stages to try, for the error that the user gets.
 
     Args:
-        local: ranks are given rows of their own.
-        asked: see `pipelines`, as for the other arguments.
+        size: number of ranks.
+        rows: rows of the global batch; 0: they cannot be divided.
+        local: each rank loads rows of its own (``batch.mode=local``), which pipelines do not support.
+        stages: the number of stages that the user has set.
+        asked: the only number of micro-batches that the user allows; 1: any.
     """
     weights = len(chain(program))
     if local:
@@ -275,9 +279,13 @@ def is_of_experts(program: Program, handle: str) -> bool:
 
 
 def find_experts(program: Program, at: Levels) -> list[str]:
-    """Returns the weights of experts, and the names of the nodes between the products that read those of one layer.
+    """Returns the weights of experts (handles) and the names of the nodes that compute with them, in both passes.
 
-    Both passes are covered. Nodes that dispatch tokens to experts or combine their results are not included.
+    Those nodes are the products with experts' weights, and all nodes between the products of one layer. Nodes that
+    dispatch tokens to experts or combine their results are not included.
+
+    Args:
+        at: position of the program's nodes, from `levels`.
     """
     weights, read = chain(program), products(program)
     found: dict[str, None] = {}

@@ -61,12 +61,13 @@ def predict_plan(
 
     Args:
       counted_from_bytes: tensors smaller than this do not count as memory, as TensorFlow's counters of host memory omit
-          them. with_timelines: also return each rank's timeline, and its memory over time. programs: the ranks'
-          programs, if lowered already.
+          them.
+      with_timelines: also return each rank's timeline, and its memory over time.
+      programs: the ranks' programs, if lowered already.
 
     Raises:
-      PlanError: data decide how often a loop or branch of the program runs. ClusterError: too few devices, or the
-          profile lacks operations of the program.
+      PlanError: data decide how often a loop or branch of the program runs.
+      ClusterError: too few devices, or the profile lacks operations of the program.
     """
     programs = programs or rank_programs(planned)
     carried = as_carried(programs, planned.settings)
@@ -99,8 +100,9 @@ def machine(
     """Returns the machine model of the ranks.
 
     Args:
-      on: a profile of `whale profile`, or a cluster. marks: fingerprints of programs whose measured steps the profile
-          may contain. counted_from_bytes: tensors smaller than this do not count as memory.
+      on: a profile of `whale profile`, or a cluster.
+      marks: fingerprints of programs whose measured steps the profile may contain.
+      counted_from_bytes: tensors smaller than this do not count as memory.
     """
     return (
         make_measured_machine(on, ranks, marks, counted_from_bytes)
@@ -115,8 +117,9 @@ def keep_prediction(
     """Converts a prediction of the cost model into the form that a plan stores.
 
     Args:
-      where: describes the machine. measured: the machine was measured by `whale profile`, so that the error of
-          predictions is known. limits_bytes: memory of each rank's device; (): unknown.
+      where: describes the machine.
+      measured: the machine was measured by `whale profile`, so that the error of predictions is known.
+      limits_bytes: memory of each rank's device; (): unknown.
     """
     limits = [round(limit) if math.isfinite(limit) else 0 for limit in limits_bytes] or [0] * len(found.ranks)
     ranks = tuple(

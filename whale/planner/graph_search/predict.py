@@ -40,7 +40,9 @@ AUTO = "auto"  # recompute by bytes (see whale.passes.memory.recompute)
 
 @dataclass(frozen=True, slots=True)
 class Made:
-    """Holds what a strategy makes of a program: the program with scopes, the settings, and the plan."""
+    """Holds a strategy applied to a program: the program with the strategy's scopes, the settings to plan it with, and
+    the plan.
+    """
 
     program: Program
     settings: PlanSettings
@@ -52,11 +54,14 @@ class Candidate:
     """Holds a strategy with the prediction of its step.
 
     Attributes:
-      seconds: predicted seconds of a step. lacking_bytes: by how much the fullest rank exceeds its memory; 0 or less:
-          all ranks fit, or memory was not predicted because a faster candidate fits. made: the plan; None: it is made
-          again if the strategy is chosen. held: rank -> predicted peak bytes of a step; empty: not predicted. programs:
-          rank -> its program, kept if the step fits even with all its tensors in memory at once. by: number of the team
-          member that predicted the strategy and has its plan (see `whale.planner.graph_search.team`).
+      seconds: predicted seconds of a step.
+      lacking_bytes: by how much the fullest rank exceeds its memory; 0 or less: all ranks fit, or memory was not
+          predicted because a faster candidate fits.
+      made: the plan; None: it is made again if the strategy is chosen.
+      held: rank -> predicted peak bytes of a step; empty: not predicted.
+      programs: rank -> its program, kept if the step fits even with all its tensors in memory at once.
+      by: number of the team member that predicted the strategy and has its plan (see
+          `whale.planner.graph_search.team`).
     """
 
     strategy: ParallelStrategy
@@ -81,7 +86,10 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Plans:
-    """Makes and caches the plans of one search; strategies that only divide rows share one plan per shares of rows."""
+    """Makes the plans of one search, and caches those of strategies that only divide rows, by the shares of rows.
+
+    Other strategies' plans are made again if they are needed again, as plans are large.
+    """
 
     program: Program
     settings: PlanSettings
@@ -127,10 +135,11 @@ class Plans:
         return Made(program, settings, plan)
 
     def expand(self, strategy: ParallelStrategy) -> Program:
-        """Returns the program with the composite ops expanded that the plan of `strategy` needs as simple ones.
+        """Returns the program in which composite ops are replaced by simple ones, as far as the plan of `strategy`
+        needs that.
 
-        All strategies that only divide rows need the same ones. If the strategy cannot be planned, the program is
-        returned unchanged.
+        Examples are batch normalisation and softmax. All strategies that only divide rows need the
+        same replacements. If the strategy cannot be planned, the program is returned unchanged.
         """
         try:
             return expand(self.program, frozenset(self.make(strategy).plan.expanded), self.settings)

@@ -54,9 +54,11 @@ class Found:
     """Holds the result of a search.
 
     Attributes:
-      chosen: the strategy chosen, with its prediction. made: its plan. lines: one line of text per strategy, for the
-          user. is_whole: there was time to evaluate every strategy. others: the strategies not chosen: first those
-          predicted, fastest first, then those rejected without a prediction.
+      chosen: the strategy chosen, with its prediction.
+      made: its plan.
+      lines: one line of text per strategy, for the user.
+      is_whole: there was time to evaluate every strategy.
+      others: the strategies not chosen: first those predicted, fastest first, then those rejected without a prediction.
     """
 
     chosen: ChosenStrategy
@@ -83,10 +85,12 @@ class Search:
     """Holds the state of a search: the strategies evaluated so far, and the rejected ones with reasons.
 
     Attributes:
-      end_s: value of `time.monotonic()` after which no further strategy is evaluated, except the first one. team:
-          processes that evaluate strategies in parallel; None: there are none. found: candidates in the order of
-          evaluation. lost: rejected strategies. is_whole: there was time to evaluate every strategy. tried: lines of
-          text about steps that were run to measure them.
+      end_s: value of `time.monotonic()` after which no further strategy is evaluated, except the first one.
+      team: processes that evaluate strategies in parallel; None: there are none.
+      found: candidates in the order of evaluation.
+      lost: rejected strategies.
+      is_whole: there was time to evaluate every strategy.
+      tried: lines of text about steps that were run to measure them.
     """
 
     end_s: float
@@ -175,7 +179,12 @@ class Search:
         return self._across
 
     def note(self, strategy: ParallelStrategy, answer: Answer, way: Candidate | None) -> None:
-        """Records the result of evaluating a strategy; ``way``: its prediction, None: it cannot run."""
+        """Records the result of evaluating a strategy.
+
+        Args:
+            answer: the result, or the reason why the strategy cannot run.
+            way: the strategy with its prediction; None: it cannot run.
+        """
         if answer.across:
             self._needs_all = self._needs_all or strategy.name
         if answer.lost:
@@ -209,14 +218,15 @@ def best_way(
     weights), and with recomputation.
 
     Args:
-      stages: only pipelines with this number of stages; 0: any strategy. budget_s: seconds after which no further
-          strategy is evaluated; None: `BUDGET_S`. team: processes that evaluate strategies in parallel. is_corrected:
-          predictions were corrected by measured steps, so that they may be compared with a measured step of one rank on
-          the cores of all.
+      stages: only pipelines with this number of stages; 0: any strategy.
+      budget_s: seconds after which no further strategy is evaluated; None: `BUDGET_S`.
+      team: processes that evaluate strategies in parallel.
+      is_corrected: predictions were corrected by measured steps, so that they may be compared with a measured step of
+          one rank on the cores of all.
 
     Raises:
-      PlanError: no strategy can run. DoesNotFitError: no strategy fits into the ranks' memory; the error says by how
-          much.
+      PlanError: no strategy can run.
+      DoesNotFitError: no strategy fits into the ranks' memory; the error says by how much.
     """
     search = Search(time.monotonic() + (BUDGET_S if budget_s is None else budget_s), team)
     settings = settings.but(observer=PassObserver())  # which sees the passes of the plan that is taken
@@ -269,7 +279,8 @@ def way_or_lending(
     """Compares the running strategy with rank 0 computing alone on the cores of all ranks, by a measured step.
 
     Args:
-      present: the strategy that runs. took_s: measured seconds of its step.
+      present: the strategy that runs.
+      took_s: measured seconds of its step.
 
     Raises:
       PlanError: the strategy cannot run.
@@ -315,8 +326,11 @@ def _look_at_lending(search: Search, plans: Plans) -> None:
 
 
 def _may_lend(settings: PlanSettings, environment: SearchEnvironment) -> bool:
-    """Returns True if one rank may compute alone: neither the user's settings nor earlier programs divide this
-    program.
+    """Returns True if the plan may be that rank 0 computes alone, on the cores of all ranks.
+
+    It may not if the user's settings divide the program (mesh, shares of rows, splits, ZeRO, offload, micro-batches),
+    if variables are sharded by an earlier program, if ranks are unequal or were priced by a profile or a cluster file,
+    or if exchanges go over another backend than Whale's own.
     """
     asked = settings.mesh or settings.batch.shares or settings.batch.local or settings.split.tiles
     divided = settings.zero.level or settings.memory.offload or settings.time.micro_batches > 1
@@ -397,7 +411,8 @@ def _best(search: Search, environment: SearchEnvironment) -> Candidate:
         raise PlanError(
             "no strategy for the program was found",
             reason="; ".join(f"{one.strategy.name}: {one.refused}" for one in search.lost),
-            action="change what the reasons name, or divide the program with wh.split and wh.stage yourself",
+            action="change in the script or its configuration what the reasons name, or divide the program by wh.split "
+            "and wh.stage yourself",
         )
     best = search.best()
     if best is None:
@@ -406,6 +421,7 @@ def _best(search: Search, environment: SearchEnvironment) -> Candidate:
             "the program does not fit into the ranks' memory under any strategy",
             given=f"{format_bytes(least.bytes)} per rank, {least.strategy.name}, which takes the least",
             expected=f"at most {format_bytes(limit)}, {format_bytes(least.lacking_bytes)} less",
+            action="start more ranks, or make the batch or the model smaller",
         )
     return best
 
@@ -428,8 +444,8 @@ def _list_looked_at(
     """Returns (strategy, lower bound in seconds) for each strategy to try, data parallelism first, pipelines last.
 
     Args:
-      stages: only pipelines with this number of stages; 0: any strategy. begun: strategies under evaluation, for which
-          no bound is computed.
+      stages: only pipelines with this number of stages; 0: any strategy.
+      begun: strategies under evaluation, for which no bound is computed.
     """
     program, settings, environment = plans.program, plans.settings, plans.environment
     found = choices(program, settings.size, environment.topology)

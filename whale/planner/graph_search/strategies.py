@@ -38,8 +38,10 @@ def divide_over_all(
     """Returns a strategy of one stage on all ranks, with tensor-parallel degree ``tensor``.
 
     Args:
-      name: what the report calls the strategy. size: number of ranks. order: the rank at each position of the mesh; ():
-          position i is rank i. more: other fields of `ParallelStrategy`.
+      name: what the report calls the strategy.
+      size: number of ranks.
+      order: the rank at each position of the mesh; (): position i is rank i.
+      more: other fields of `ParallelStrategy`.
     """
     part = DeviceGroup(0, tensor, size // tensor)
     return ParallelStrategy((Stage(parts=(part,), bound_ranks=order),), name=name, **more)
@@ -51,7 +53,8 @@ def choices(program: Program, size: int, topology: Topology | None = None) -> li
     If the user has put scopes into the program, data parallelism under these scopes is the only one.
 
     Args:
-      size: number of ranks. topology: the hosts of the ranks; None: all are on one host.
+      size: number of ranks.
+      topology: the hosts of the ranks; None: all are on one host.
     """
     found = [divide_over_all("data parallel", size)]
     if size == 1 or has_scopes(program):
@@ -119,8 +122,10 @@ def updates(program: Program, node: Node) -> list[str]:
 
 
 def _find_weight_behind(program: Program, ref: Ref) -> str | None:
-    """Returns the handle of the variable that a tensor is read from, through nodes that pass its elements on; None: no
-    such.
+    """Returns the handle of the variable that a tensor is read from, possibly through nodes that pass elements on
+    unchanged.
+
+    None: the tensor is computed, not read.
     """
     node = program.by_name[ref.node]
     while node.name not in program.variable_of:

@@ -31,9 +31,9 @@ class Answer(msgspec.Struct, frozen=True):
     """Holds a member's prediction of a strategy, or the reason why the strategy cannot run.
 
     Attributes:
-      seconds, lacking_bytes, held: see `whale.planner.graph_search.predict.Candidate`. lost: why the strategy cannot
-          run; empty: it can. across: it cannot run because it needs a value of all micro-batches before the last one is
-          finished.
+      seconds, lacking_bytes, held: see `whale.planner.graph_search.predict.Candidate`.
+      lost: why the strategy cannot run; empty: it can.
+      across: it cannot run because it needs a value of all micro-batches before the last one is finished.
     """
 
     seconds: float = 0.0
@@ -51,7 +51,14 @@ class Team(Protocol):
     size: int
 
     def ask(self, ways: Sequence[Asked]) -> None:
-        """Assigns one strategy each to members 1, 2, ..., which begin at once."""
+        """Assigns strategies to the other processes: the first one to member 1, the second to member 2, ...; they begin
+        at once.
+
+        `answers` then collects their predictions.
+
+        Args:
+          ways: the requests, at most one for each member.
+        """
 
     def answers(self) -> list[Answer]:
         """Waits for the members' predictions; returns them in the order in which the strategies were assigned."""

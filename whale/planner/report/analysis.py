@@ -174,10 +174,12 @@ def _layers(predicted: PredictedStep, each: Sequence[MeasuredRank]) -> list[str]
 
 
 def _match_names(predicted: Mapping[str, float], measured: Mapping[str, float]) -> dict[str, float]:
-    """Returns the predicted seconds under the names that were measured.
+    """Returns the predicted seconds under the names that were measured; predictions without a measured name are left
+    out.
 
-    A predicted operation inside of a micro-batch's call has the name of the call in front, which is removed if the
-    measurement lacks it.
+    The predicted program has the operations of a micro-batch's function inlined, with the name of the call and "/"
+    before their names. If the measurement does not have that prefix, it is removed, so that all calls of the function
+    add up.
     """
     found: dict[str, float] = {}
     for name, value in predicted.items():

@@ -40,11 +40,13 @@ class Drawn:
     """Holds what the page of a captured plan is drawn from.
 
     Attributes:
-      program: the normalised program that was planned. prediction: the predicted step, with timelines. alone_s:
-          predicted seconds of a step of the same program on one of its ranks. limits_bytes: memory of each rank. where:
-          describes the machine of the prediction. sliders: step times with faster or slower exchanges and ranks (see
-          whale.planner.report.sliders); None: too large. likely_s: interval in which nine of ten such steps lie; None:
-          no steps were compared on such a machine.
+      program: the normalised program that was planned.
+      prediction: the predicted step, with timelines.
+      alone_s: predicted seconds of a step of the same program on one of its ranks.
+      limits_bytes: memory of each rank.
+      where: describes the machine of the prediction.
+      sliders: step times with faster or slower exchanges and ranks (see whale.planner.report.sliders); None: too large.
+      likely_s: interval in which nine of ten such steps lie; None: no steps were compared on such a machine.
     """
 
     plan: Plan
@@ -346,8 +348,8 @@ def _describe_divided(plan: Plan, program: Program) -> dict[str, tuple[float, fl
 
 
 def _way(s: Strategy) -> int:
-    """Returns 1 if a strategy divides a dimension other than rows or gives partial sums, 0 if it divides rows only,
-    else 2.
+    """Classifies how a node is divided: 0: by rows only; 1: along another dimension, or into partial sums; 2: not at
+    all.
     """
     placed = s.inputs + s.outputs
     if any(isinstance(p, Shard) and p.dim for p in placed):

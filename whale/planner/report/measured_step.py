@@ -51,7 +51,8 @@ def step_drawn(events: Sequence[Event], path: str, predicted_s: float) -> dict[s
     The step is the call of median duration, without the first ones, of the step function that took the most time.
 
     Args:
-      path: path of the trace, for messages. predicted_s: the predicted seconds of a step.
+      path: path of the trace, for messages.
+      predicted_s: the predicted seconds of a step.
 
     Raises:
       PlanError: no step of the trace was run by all of its ranks.
@@ -111,8 +112,8 @@ def _track(
     """Returns the spans of one rank in a step: the step in the upper lane, its exchanges below.
 
     Args:
-      step_us: the rank's own step, (begin, end) in microseconds. begin_us, end_us: the part of the trace to draw: the
-          step on all ranks.
+      step_us: the rank's own step, (begin, end) in microseconds.
+      begin_us, end_us: the part of the trace to draw: the step on all ranks.
 
     Returns:
       (kind, start, end, text, lane, number of lanes) of each span.

@@ -30,9 +30,10 @@ _LIMITS = {
 
 
 def mesh_of_plan(plan: Plan, full: Sequence[float | None] = ()) -> dict[str, Any]:
-    """Returns a grid of ranks for each stage group of a captured plan, or one for all ranks.
+    """Returns a grid of ranks for each stage group of a captured plan; one grid of all ranks if there are no stages.
 
-    Columns run along the longer one of two mesh axes, or the last one of more; rows run along the other axes.
+    The columns of a grid run along one mesh axis: the longer one of two, or the last one of more. Its rows run along
+    the other axes.
 
     Args:
         full: fraction of each rank's memory that is in use, None where unknown; (): unknown.

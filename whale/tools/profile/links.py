@@ -89,7 +89,11 @@ class Results:
         self.hosts: list[HostLink] = []
 
     def is_time_over(self, key: str) -> bool:
-        """Returns True on all ranks if rank 0's time is over; collective, so that no rank measures alone."""
+        """Returns True on all ranks if rank 0's time is over. Collective, so that no rank goes on to measure alone.
+
+        Args:
+            key: a word, equal on all ranks, that no earlier call has used.
+        """
         over = b"1" if time.monotonic() > self._end_s else b""
         return bool(self._comm.broadcast_bytes(f"over/{key}", over if self._comm.rank == 0 else None))
 

@@ -79,9 +79,11 @@ def measure_machine(
     """Measures operations of sample programs, and exchanges between ranks; writes and returns the profile.
 
     Args:
-      out: path of the profile. cores, memory_gb: what this process may use of the machine, to be recorded. ranks:
-          number of ranks that exchange. say: called with lines of progress. hosts: the host of each rank, the first one
-          being this host; (): all ranks are here.
+      out: path of the profile.
+      cores, memory_gb: what this process may use of the machine, to be recorded.
+      ranks: number of ranks that exchange.
+      say: called with lines of progress.
+      hosts: the host of each rank, the first one being this host; (): all ranks are here.
 
     Raises:
       ClusterError: the ranks did not start.
@@ -143,8 +145,9 @@ def measure_links(
     """Starts ranks that measure exchanges between them, as many exchanges as there is time for.
 
     Args:
-      variables: environment variables of the ranks, in addition to those of this process. say: called with lines of
-          progress. hosts: the host of each rank; (): all ranks are here.
+      variables: environment variables of the ranks, in addition to those of this process.
+      say: called with lines of progress.
+      hosts: the host of each rank; (): all ranks are here.
 
     Raises:
       ClusterError: the ranks did not start, lack the GPUs that ``communication.backend`` asks for, or measured nothing
@@ -227,10 +230,14 @@ def measure_script(path: str, args: Sequence[str], ranks: int, out: Path, say: C
     profile.
 
     Args:
-      path: path of the script. args: its arguments. out: path of the profile. say: called with lines of progress.
+      path: path of the script.
+      args: its arguments.
+      out: path of the profile.
+      say: called with lines of progress.
 
     Raises:
-      ClusterError: the machine has not been measured. ProgramError: the script has no step that takes a batch.
+      ClusterError: the machine has not been measured.
+      ProgramError: the script has no step that takes a batch.
     """
     table = tables.read(out)
     planned = first_step(path, args, ranks)
