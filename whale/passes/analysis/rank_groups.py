@@ -100,7 +100,7 @@ def refuse_rank_groups(program: Program, size: int) -> None:
                 op=path,
                 given=f"devices={sorted(ranks)}, {size} ranks",
                 expected=f"ranks below {size}",
-                action="start more ranks or change devices",
+                action="start more ranks, or change `devices=` of the scope",
             )
 
 
@@ -150,6 +150,6 @@ def _positions(path: str, ranks: Collection[int], group: StageGroup | None, plan
             op=path,
             given=f"devices={sorted(ranks)}, stage on {list(group.ranks)}",
             expected="some of the ranks of the stage that the scope is in",
-            action="change the devices of the scope, or of the stage",
+            action="change `devices=` of the scope, or of its wh.stage",
         )
     return () if group is None or group.plan != plan or len(mine) == len(group.ranks) else mine

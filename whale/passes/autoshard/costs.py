@@ -115,11 +115,13 @@ def tensor_forms(
 def _rows_elsewhere(
     region: SplitRegion, node: Node, operand: int | None, forms: Sequence[Placement]
 ) -> frozenset[Placement]:
-    """Returns those of ``forms`` in which a node outside of the region could exchange rows by their ids at no extra
-    cost.
+    """Returns those of ``forms`` that a lookup or update outside of the region can use without a reshard, since it
+    exchanges rows with other ranks by their ids anyway.
 
     Args:
+      node: the node outside of the region.
       operand: number of the operand that holds the rows; None: the node's result holds them.
+      forms: the placements that the region may choose for the tensor with the rows.
     """
     rule, lies = find_rule(node.op), region.outside.strategies[node.name]
     op = make_op_view(region.program, node, region.parts)

@@ -71,8 +71,8 @@ def _list_bodies(program: Program) -> Iterator[str]:
 
 
 def _take_first_results(graph: Program, loops: bool) -> Program:
-    """Returns the graph with such ops marked to run on every rank, and an Identity behind each result that takes the
-    first rank's value.
+    """Returns the graph with ops that change objects of the script marked to run on every rank. Behind each of their
+    results an Identity is added that yields the first rank's value on all ranks.
 
     Args:
       loops: whether the program loops over datasets or iterators; only then are iterators read on every rank.

@@ -173,8 +173,8 @@ def _drop_handles(program: Program, direct: frozenset[str]) -> Program:
 
 
 def partners(program: Program, rank: int, size: int) -> tuple[int, int]:
-    """Counts what the device of ``rank`` communicates with: groups of ranks in collectives, and single ranks in
-    messages and all-to-alls.
+    """Counts what the device of ``rank`` communicates with, from which NCCL's memory is predicted: groups of ranks in
+    collectives, and single ranks in messages and all-to-alls.
 
     Args:
       program: the rank's program before `on_devices`.
