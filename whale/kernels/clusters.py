@@ -240,8 +240,16 @@ class _Former:
         )
 
     def _find_met(self, graph: Program, members: Collection[str]) -> tuple[dict[str, int], dict[str, int]]:
-        """Returns, for each node, the bit set of exchanges that come before it, and the bit set of those that come
-        before its readers.
+        """Finds the exchanges (communication ops) on which nodes depend.
+
+        Nodes that are not compiled and may wait for other ranks are counted as exchanges too.
+
+        Args:
+          members: names of the nodes to compile.
+
+        Returns:
+          For each node: the bit set of the exchanges on which it depends, and that of the exchanges on which its
+          readers depend by it (the same, and the node itself if it is one).
         """
         met: dict[str, int] = {}
         beyond: dict[str, int] = {}
@@ -357,8 +365,10 @@ def _iterate_results(graph: Program, nodes: Sequence[Node]) -> Iterator[Ref]:
 
 
 def _refuse(graph: Program, cluster: _Cluster, on_gpu: bool) -> Iterator[str]:
-    """Yields the names of the nodes of a cluster that cannot be compiled in it, or of all if the cluster is not worth a
-    call.
+    """Yields the names of the nodes that have to leave a cluster; ``_form`` then groups the rest again.
+
+    These are nodes that exchange TensorLists with the outside, else reshapes at the cluster's border, else all nodes if
+    the cluster is not worth a call.
     """
     own = {node.name for node in cluster.nodes}
     inner = {ref.node for node in cluster.nodes for ref in node.inputs}

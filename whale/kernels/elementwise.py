@@ -297,6 +297,10 @@ def _move_to_readers(program: Program, places: dict[str, _Place], sums: Collecti
     """Moves each node whose readers all have one later place to that place, so that its result need not be stored.
 
     A node is not moved if two or more operands as large as its result would have to be stored instead.
+
+    Args:
+      places: node -> its place; changed in place.
+      sums: names of the nodes that are sums, which stay.
     """
     needed = {ref.node for ref in program.outputs}.union(program.effects)
     waited_for = {name for node in program.nodes for name in node.controls}

@@ -169,8 +169,11 @@ class LoopRewrite:
         return self.kinds[Ref(self.body.inputs[number])] is _Kind.SAME
 
     def _find_states(self, needed: Iterable[int]) -> None:
-        """Finds the loop variables that iterations change and something reads (``states``), and those to which
-        iterations only add (``sums``).
+        """Decides for each loop variable that iterations change and something reads how it is computed: as a state of
+        WhaleLoop (``states``), or, if iterations only add to it, as a sum after the loop (``sums``).
+
+        Args:
+          needed: numbers of the loop's results that others read.
         """
         body = self.body
         number = {Ref(name): i for i, name in enumerate(body.inputs)}
@@ -214,8 +217,13 @@ class LoopRewrite:
         return found
 
     def _need_states(self, numbers: Iterable[int]) -> None:
-        """Adds loop variables to ``states``, with all variables that their next values depend on, and notes the nodes
-        on the way in ``feeding``.
+        """Notes that WhaleLoop has to compute some loop variables: adds them to ``states``, with all variables that
+        their next values depend on.
+
+        The nodes of the body that compute these values are added to ``feeding``.
+
+        Args:
+          numbers: numbers of the loop variables.
         """
         body = self.body
         of = {name: i for i, name in enumerate(body.inputs)}

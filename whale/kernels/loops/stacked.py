@@ -344,8 +344,14 @@ def _stack_product(
 
 
 def sum_product(g: GraphNodes, node: Node, operands: Sequence[Operand]) -> Ref | None:
-    """Adds the sum over iterations of products ``transpose(left) x right``, as one product over the rows of all
-    iterations; returns None if the node has another form.
+    """Adds the sum over all iterations of the product that ``node`` computes in each, as one product over the rows of
+    all iterations; returns its result.
+
+    Returns None if the node is no product ``transpose(left) x right`` of operands that differ between iterations.
+    Gradients of weights have this form.
+
+    Args:
+      operands: the node's operands outside of the loop.
     """
     left, right = operands
     if not node.attrs.get("transpose_a") or node.attrs.get("transpose_b") or not (left.stacked and right.stacked):

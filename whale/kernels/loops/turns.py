@@ -234,8 +234,9 @@ class _Turn:
     Attributes:
       name: name of the loop.
       number: number of the iteration.
-      lists, numbers: tensors that are known lists and integers.
-      items: tensors that the iteration takes out of lists.
+      lists: tensors that are known TensorLists -> their items.
+      numbers: tensors that are known integers -> their values.
+      items: tensors that the iteration takes out of lists -> what they are.
     """
 
     name: str
