@@ -96,8 +96,15 @@ def batch_of(program: Program, settings: PlanSettings) -> tuple[BatchInput, ...]
 
 
 def _complete_axes(given: tuple[Axis, ...], used: Iterable[str], size: int) -> tuple[Axis, ...]:
-    """Returns ``given`` with an axis of the remaining ranks, if there are any: the first that a scope names and
-    ``given`` lacks, as the last axis; else ``data``, as the first one.
+    """Returns ``given`` with one more axis for the ranks that these axes leave over, if there are any.
+
+    This is an axis that a ``wh.split`` scope names and ``given`` lacks, as the last one; else ``data``, as the first
+    one.
+
+    Args:
+      given: the axes whose sizes the user has fixed, outermost first.
+      used: names of the axes that split scopes use.
+      size: number of ranks.
 
     Raises:
       PlanError: ranks remain but no axis is missing, or the sizes do not divide the number of ranks.

@@ -78,8 +78,11 @@ class RankGroups:
 
 
 def _share_rows(whole: Shard, ranks: Collection[int]) -> tuple[int, ...]:
-    """Returns the rows of each rank if only ``ranks`` compute the batch: in proportion to their usual rows, or evenly
-    if they have none or all have about the same.
+    """Returns the number of rows of each rank if only ``ranks`` compute the batch: in proportion to their usual rows,
+    or evenly if they have none, or if all ranks have the same number (or one more).
+
+    Args:
+      whole: how the batch is sharded over all ranks.
     """
     mine = tuple(n if rank in ranks else 0 for rank, n in enumerate(whole.sizes))
     if whole.largest - whole.smallest <= 1 or not any(mine):

@@ -133,8 +133,11 @@ class Candidates:
                 self._note(Ref(node.name), shard(dim, sizes_within(size, group, self.region.parts)))
 
     def _note(self, ref: Ref, placement: Placement) -> None:
-        """Adds a candidate placement of a tensor, unless it is known, does not fit the scopes' ranks, or the tensor has
-        too many.
+        """Adds a candidate placement of a tensor, and notes that the nodes around the tensor have to be asked for
+        strategies with it.
+
+        Nothing is added if the placement is known or does not fit the ranks of a scope, or if the tensor has too many
+        candidates.
         """
         if not isinstance(placement, Shard | Partial):
             return

@@ -337,8 +337,8 @@ class _Elimination:
         return changed
 
     def _link(self, a: int, b: int) -> set[int]:
-        """Adds an edge between two nodes. Returns their common neighbours, whose fill decreases by this edge; none
-        unless ``by_fill``.
+        """Adds an edge between the nodes ``a`` and ``b``. Returns their common neighbours, whose ``fill`` becomes
+        smaller since this edge is no longer missing; none unless ``by_fill``.
         """
         one, other = self.near[a], self.near[b]
         both: set[int] = set()
@@ -375,8 +375,12 @@ def _table_of(tensor: TensorForms, nodes: tuple[int, ...], costs: Sequence[Seque
     place = {n: i for i, n in enumerate(nodes)}
 
     def along(node: int | None, flags: Sequence[bool]) -> np.ndarray:
-        """Returns an array, broadcast along the other nodes, that is True where ``node`` has one of the flagged
-        options.
+        """Returns a boolean array with one dimension per node, all of size 1 but that of ``node``; it broadcasts over
+        the other nodes' options.
+
+        Args:
+          node: number of the node; None if it is fixed and so has no dimension.
+          flags: for each option of the node, the value of its element.
         """
         if node is None:
             return np.array(flags[0])

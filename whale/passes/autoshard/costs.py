@@ -60,8 +60,14 @@ def node_costs(
 
 
 def _work(option: Strategy, touched: int, flops: int, parts: int) -> float:
-    """Returns the work of the rank with the most to do. Of a table that is whole on one rank only a share counts: other
-    tables keep other ranks busy.
+    """Returns the cost of an option's work on the rank that has most to do.
+
+    Of a table that is whole on one rank only a share, 1 / parts, counts: other tables keep the other ranks busy.
+
+    Args:
+      touched: bytes of the unsharded operands and results.
+      flops: FLOPs of the whole node; 0 if it is no product or convolution.
+      parts: number of ranks.
     """
     work = compute_cost(option, touched, flops)
     return work / parts if any(map(is_whole, option.inputs + option.outputs)) else work

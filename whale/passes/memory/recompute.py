@@ -249,7 +249,12 @@ def _cuts(held: list[int], alive: list[int], wanted: float) -> list[int]:
 
 
 def _peak_held(held: list[int], alive: list[int], cuts: list[int]) -> int:
-    """Returns the peak bytes during the backward pass: checkpoints so far and one recomputed segment."""
+    """Returns the peak bytes during the backward pass: the checkpoints so far and one recomputed segment.
+
+    Args:
+      held, alive: as of ``_cuts``.
+      cuts: positions where segments end, as returned by ``_cuts``.
+    """
     most = checkpoints = start = 0
     for cut in (*cuts, len(held) - 1):
         most = max(most, checkpoints + sum(held[start : cut + 1]))

@@ -114,9 +114,15 @@ def _is_number(variable: Variable) -> bool:
 
 
 def _refuse_whole(uses: Mapping[str, Sequence[Use]], group: Sequence[Variable], parts: int, min_bytes: int) -> None:
-    """Raises PlanError if a weight has a dimension that could be sharded, but is used in a way that does not allow it.
+    """Raises PlanError if a weight is used in a way that rules out every split of its dimensions, such as an update
+    inside a loop.
 
-    Variables that steps write at indices (buffers, such as queues) are accepted, and stay replicated.
+    Accepted, and replicated, are weights too small to be sharded, weights without a dimension of one index or more per
+    rank, and variables that steps write at indices (buffers, such as queues).
+
+    Args:
+      uses: handle node -> the nodes that use the variable.
+      group: the weights that could not be sharded, which one op updates together.
     """
     for variable in group:
         t = variable.type

@@ -162,8 +162,12 @@ def find_hidden_updates(program: Program, node: Node) -> dict[str, Node]:
 
 
 def _find_updated_arguments(program: Program, body: Program, seen: set[str]) -> dict[str, Node]:
-    """Maps the arguments of a function that are variables updated in it, or in functions that it calls, to the updating
-    op.
+    """Maps the arguments of a function that are variables to the op that updates them, in it or in functions that it
+    calls; arguments that nothing updates are left out.
+
+    Args:
+      body: the function.
+      seen: names of the functions that the search comes from, which are not entered again.
     """
     found: dict[str, Node] = {}
     if body.name in seen:

@@ -223,8 +223,12 @@ def _add_arguments(body: Program, argument: int, types: list[TensorType], mine: 
 
 
 def _read_arguments(node: Node, moved: Mapping[Ref, Ref], gone: set[str]) -> Node:
-    """Returns a node that reads arguments instead of values taken from optionals, and no longer waits for the removed
+    """Returns a node that reads arguments instead of values taken from optionals, and no longer waits for removed
     nodes.
+
+    Args:
+      moved: value taken from an optional -> the argument that replaces it.
+      gone: names of the removed nodes.
     """
     return replace(
         node,

@@ -123,12 +123,17 @@ class GraphState:
         return Strategy(inputs, (FIRST,) * len(node.outputs), why, once=True)
 
     def track_batch(self, node: Node, chosen: Strategy, current: Sequence[Placement]) -> None:
-        """Shards results by the batch's rows again after an op that had to read all rows.
+        """Makes readers find results sharded by the batch's rows again, after an op that had to read all rows.
 
         If a replicated result has a dimension as large as the sharded one that it was computed from, readers find it
         sliced along that dimension. A slice costs nothing and is correct whatever the dimension means. The search goes
         on through later nodes: two halves of the batch that are concatenated again, or rows that a loop stacked, are
         the batch once more.
+
+        Args:
+          node: the op.
+          chosen: its strategy.
+          current: the placements in which it found its operands.
         """
         if not self.origins and Shard not in map(type, current):
             return

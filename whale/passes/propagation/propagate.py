@@ -185,8 +185,14 @@ class Propagation:
                 preferred[Ref(node.name)] = B
 
     def _is_gathered(self, node: Node, given: bool) -> bool:
-        """Returns True if a node yields a weight that is sharded only between steps and is gathered here: at one use,
-        or once for the step.
+        """Returns True if readers find the result of ``node`` gathered: it yields a weight that is sharded only between
+        steps.
+
+        The weight is gathered either at one of its uses (an Identity marked ``gathered_at_use``), or where it is read,
+        once for the step.
+
+        Args:
+          given: whether the node's strategy was decided before.
         """
         if node.op == "Identity":
             return node.marks.gathered_at_use and type(self.state.layout.strategies[node.name].outputs[0]) is Shard

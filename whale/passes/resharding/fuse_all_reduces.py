@@ -162,7 +162,11 @@ def fuse_sums(program: Program, group_bytes: int, order: Mapping[str, int], axes
 
 
 def _along(program: Program, group_bytes: int, order: Mapping[str, int], ranks: tuple[int, ...]) -> list[list[Node]]:
-    """Returns the groups of all-reduces over ``ranks`` that are to be fused, each of two or more nodes."""
+    """Returns the groups of all-reduces over ``ranks`` that are to be fused, each of two or more nodes.
+
+    Args:
+      group_bytes, order: as of ``fuse_sums``.
+    """
     over = [n for n in program.nodes if n.op == ALL_REDUCE and tuple(n.attrs["ranks"]) == ranks]
     joining = {n.name for n in over if _may_join(program, n, group_bytes)}
     if len(joining) < 2:
