@@ -47,7 +47,7 @@ def _whole_operand(plan: Plan) -> Plan:
         (_without_operand, "or a reshard to it"),
         (_whole_operand, "MatMul"),
         (lambda plan: replace(plan, micro_batches=10**9), "1000000000 micro-batches, and the inputs have at most"),
-        (lambda plan: replace(plan, returned={"": plan.returned[""][:-1]}), "output placements"),
+        (lambda plan: replace(plan, returned={"": plan.returned[""][:-1]}), "placements of outputs"),
         (lambda plan: replace(plan, batch_inputs=(replace(plan.batch_inputs[0], name="z"),)), "no such input"),
     ],
     ids=["reshard", "strategy", "micro-batches", "returned", "batch"],

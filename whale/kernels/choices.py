@@ -2,8 +2,9 @@
 them.
 
 A substitution is identified by the signature of the operation that it replaces (for fused operations, of the operation
-that results). The signature is equal wherever the same kernels run on tensors of the same types. Measuring, and
-remembering results, is up to the caller, who tells a pass which substitutions to leave out.
+that results). The signature is equal wherever the same kernels run on tensors of the same types, so one measurement
+decides for all of these. Measuring, and remembering results, is up to the caller, who tells a pass which substitutions
+to leave out.
 
 Decision: 0176.
 """
@@ -21,16 +22,18 @@ from whale.ir.values import UNMOVABLE, DType
 
 @dataclass(frozen=True, slots=True)
 class Choices:
-    """Holds the substitutions that are not taken.
+    """Says which substitutions a pass of this package may make: all but those that measured slower.
 
     Attributes:
-      declined: their names, as of ``name_substitution``.
+      declined: names of the substitutions that are not made, as of ``name_substitution``.
     """
 
     declined: frozenset[str] = frozenset()
 
     def takes(self, kind: str, program: Program, node: Node) -> bool:
-        """Returns True if a substitution is taken; arguments as of ``name_substitution``."""
+        """Returns True if a pass shall make the substitution, which is given by the arguments of
+        ``name_substitution``.
+        """
         return not self.declined or name_substitution(kind, program, node) not in self.declined
 
 
@@ -39,7 +42,11 @@ Change = Callable[[Program, Choices], Program]
 
 
 def name_substitution(kind: str, program: Program, node: Node) -> str:
-    """Returns the name of a substitution, which is equal for all that gain or lose the same time.
+    """Returns the name under which the measured time of a substitution is stored: its kind, and the signature (op,
+    attributes, operand types) of the node.
+
+    Substitutions with equal names run the same kernels on tensors of the same types, so one measurement is valid for
+    all of them.
 
     Args:
       kind: kind of substitution, a value of the key `kernels`.
@@ -63,10 +70,10 @@ class Substitution(NamedTuple):
 
 
 def cut_out(program: Program, names: Collection[str]) -> Program | None:
-    """Returns a program of the nodes ``names`` alone, whose arguments are the tensors that they read; None if it could
-    not run alone.
+    """Returns a program of the nodes ``names`` alone, to be timed; None if it could not run alone.
 
-    Constants stay constants and variables variables, since kernels may depend on either.
+    Tensors that the nodes read from other nodes become arguments. Constants stay constants and variables variables,
+    since kernels may depend on either.
     """
     nodes: dict[str, Node] = {}
     inputs: list[str] = []
@@ -118,7 +125,7 @@ def list_changed(kind: str, ops: Collection[str], program: Program, change: Chan
     Args:
       kind: as of ``name_substitution``.
       ops: types of the operations that the pass replaces; neighbours that it changes as well are measured with them.
-      change: the pass, for one graph.
+      change: the pass, as a function from a graph and ``Choices`` to the changed graph.
     """
     made = change(program, ALL)
     changed = {n.name for n in program.nodes if _differs(n, made.by_name.get(n.name))}
@@ -139,7 +146,7 @@ def list_fused(
     Args:
       kind: as of ``name_substitution``.
       fused: the fused operations, each with the names of the nodes that it replaces.
-      change: the pass, for one graph.
+      change: the pass, as a function from a graph and ``Choices`` to the changed graph.
     """
     for node, names in fused:
         yield from _measurable(name_substitution(kind, program, node), cut_out(program, set(names)), change)

@@ -63,17 +63,20 @@ _FEWEST_NODES = 3  # in a cluster
 
 
 class _Place(NamedTuple):
-    """Represents a key that is equal for nodes that are compiled together.
+    """Groups nodes: XLA compiles the nodes with equal places as one cluster.
 
-    No component is smaller for a node than for one that it waits for, so that joining nodes by it makes no cycle.
+    Compared as tuples, places never decrease along an edge of the graph, so that joining the nodes of one place makes
+    no cycle. An "exchange" is a communication op, or a call of a function that contains one.
 
     Attributes:
-      stage: number of the first exchange (communication op) for which the node has to be done.
-      met: bit set of the exchanges, and other nodes that may wait for other ranks, which come before the node.
-      turns: how often the way to the node leads from a node with ``of_rank`` to one without, which only waits for it.
+      stage: number of the first exchange that needs the node's result, in the order in which exchanges can start.
+      met: bit set of the exchanges, and of other nodes that may wait for other ranks, on which the node depends.
+      turns: on paths to the node, among nodes of equal ``stage`` and ``met``, the most edges from a node with
+        ``of_rank`` to one without (control edges, which pass no value).
       of_rank: whether the node depends on values that differ between ranks, such as rows of a batch. Nodes that do not
         are compiled by themselves: all ranks then compile the same function, and copies of a variable stay equal.
-      level: how often the way to the node from nodes of equal other components leaves a cluster.
+      level: how often paths to the node leave a cluster, among nodes that agree in the other components; without this
+        number a path could leave a cluster and come back.
     """
 
     stage: int
@@ -237,8 +240,16 @@ class _Former:
         )
 
     def _find_met(self, graph: Program, members: Collection[str]) -> tuple[dict[str, int], dict[str, int]]:
-        """Returns, for each node, the bit set of exchanges that come before it, and the bit set of those that come
-        before its readers.
+        """Finds the exchanges (communication ops) on which nodes depend.
+
+        Nodes that are not compiled and may wait for other ranks are counted as exchanges too.
+
+        Args:
+          members: names of the nodes to compile.
+
+        Returns:
+          For each node: the bit set of the exchanges on which it depends, and that of the exchanges on which its
+          readers depend by it (the same, and the node itself if it is one).
         """
         met: dict[str, int] = {}
         beyond: dict[str, int] = {}
@@ -254,11 +265,11 @@ class _Former:
         return met, beyond
 
     def _find_stages(self, graph: Program, met: Mapping[str, int], beyond: Mapping[str, int]) -> dict[str, int]:
-        """Numbers the exchanges in the order in which they can start; returns for each node the number of the first
-        exchange that needs it.
+        """Returns, for each node, the number of the first exchange (communication op) that needs its result.
 
-        The order is by the longest path to each exchange, so that none comes before one that it waits for. Short
-        all-reduces that nothing waits for share the number of the next exchange.
+        Exchanges are numbered in the order in which they can start: by the longest path to each, so that none comes
+        before one that it waits for. Short all-reduces whose results are not needed before the next exchange share its
+        number. Nodes that no exchange needs get the number after the last one.
 
         Args:
           met, beyond: as returned by ``_find_met``.
@@ -354,8 +365,10 @@ def _iterate_results(graph: Program, nodes: Sequence[Node]) -> Iterator[Ref]:
 
 
 def _refuse(graph: Program, cluster: _Cluster, on_gpu: bool) -> Iterator[str]:
-    """Yields the names of the nodes of a cluster that cannot be compiled in it, or of all if the cluster is not worth a
-    call.
+    """Yields the names of the nodes that have to leave a cluster; ``_form`` then groups the rest again.
+
+    These are nodes that exchange TensorLists with the outside, else reshapes at the cluster's border, else all nodes if
+    the cluster is not worth a call.
     """
     own = {node.name for node in cluster.nodes}
     inner = {ref.node for node in cluster.nodes for ref in node.inputs}

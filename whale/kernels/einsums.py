@@ -197,10 +197,14 @@ def _find_letter_sizes(terms: Sequence[str], types: Sequence[TensorType]) -> Map
 
 
 def _follow_transposition(program: Program, ref: Ref, term: str, batch: Collection[str]) -> tuple[Ref, str]:
-    """Returns the tensor that an operand is a transpose of, and the letters of its dimensions; the operand itself if it
-    is no transpose.
+    """Looks through transposes of an operand; returns the tensor before them, and the letters of its dimensions.
+    Returns the operand itself if it is no transpose.
 
     A transpose is kept if without it contiguous elements would belong to different products.
+
+    Args:
+      term: letters of the operand's dimensions.
+      batch: letters of the dimensions that number the products.
     """
     node = program.by_name[ref.node]
     order = None if node.controls else _find_order(program, node)

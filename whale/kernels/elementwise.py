@@ -184,8 +184,13 @@ def _is_movable(program: Program, node: Node) -> bool:
 
 
 def _find_common_repeat(program: Program, node: Node, repeats: dict[Ref, _Repeat]) -> _Repeat | None:
-    """Returns how the operands of ``node``, except scalars, are repeated to the size of its result, if all are repeated
-    alike; else None.
+    """Returns the repetition (Tile or BroadcastTo) that can be done after ``node`` instead of before it; None if there
+    is none.
+
+    There is one if all operands of ``node`` but scalars are repeated from the same type to the shape of its result.
+
+    Args:
+      repeats: result of a repeating node -> the repetition.
     """
     found = [repeats[ref] for ref in node.inputs if ref in repeats]
     if not found or any((one.given, one.node.outputs) != (found[0].given, node.outputs) for one in found):
@@ -198,12 +203,13 @@ def _find_common_repeat(program: Program, node: Node, repeats: dict[Ref, _Repeat
 
 
 class _Place(NamedTuple):
-    """Represents a key that is equal for nodes that may be fused.
+    """Represents a key that is equal for nodes that may be fused into one operation.
 
     Attributes:
       type: type of the node's result, or of the tensor that it sums.
       recomputed: whether the node recomputes an activation to save memory.
-      level: level of the group (see the module's text).
+      level: the largest number of edges out of groups on a path to the node, which keeps paths from coming back into a
+        group (see the module's text).
       met: bit set of the communication ops, and other nodes that may wait for other ranks, which come before the node.
     """
 
@@ -242,11 +248,13 @@ def _find_groups(program: Program) -> list[Group]:
 
 
 def _find_places(program: Program, types: Mapping[str, TensorType], sums: Collection[str]) -> dict[str, _Place]:
-    """Returns the earliest place of each node that may be fused.
+    """Returns the place of each node that may be fused: the group with the lowest level that it can join.
+
+    ``_move_to_readers`` may move nodes to later groups afterwards.
 
     Args:
-      types: such nodes -> type of what they compute or sum.
-      sums: names of the nodes that are sums.
+      types: name of each node that may be fused -> type of the tensor that it computes or sums.
+      sums: names of those nodes that are sums.
     """
     levels: dict[str, int] = {}
     met: dict[str, int] = {}
@@ -289,6 +297,10 @@ def _move_to_readers(program: Program, places: dict[str, _Place], sums: Collecti
     """Moves each node whose readers all have one later place to that place, so that its result need not be stored.
 
     A node is not moved if two or more operands as large as its result would have to be stored instead.
+
+    Args:
+      places: node -> its place; changed in place.
+      sums: names of the nodes that are sums, which stay.
     """
     needed = {ref.node for ref in program.outputs}.union(program.effects)
     waited_for = {name for node in program.nodes for name in node.controls}

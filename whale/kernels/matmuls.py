@@ -248,7 +248,13 @@ def find_padding(left: Factor, right: Factor) -> Padding | None:
 
 
 def _count_missing_until_packed(side: int, other: int) -> int:
-    """Returns by how much one side of a result has to grow until oneDNN packs operands; 0 if no size is enough."""
+    """Returns by how many indices a side of a product's result has to grow until oneDNN packs the operands, which makes
+    their row length harmless; 0 if no size is enough.
+
+    Args:
+      side: rows or columns of the result.
+      other: the other of the two.
+    """
     rest = _UNPACKED - 1 / other
     return _WORD * (int(1 / rest / _WORD) + 1) - side if rest > 0 else 0
 

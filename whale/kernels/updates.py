@@ -89,8 +89,11 @@ def count_written_together(program: Program) -> tuple[int, int]:
 def _find_exchange(program: Program, does: Arithmetic) -> str:
     """Returns the name of the communication op that yields an operand (the gradient) of an update; "" if there is none.
 
-    Updates with the same one are fused: such an operation starts when this communication has ended, and waits for no
-    other.
+    Only updates with equal names are fused: the fused operation then starts as soon as this communication has ended,
+    and waits for no other.
+
+    Args:
+      does: the arithmetic of the update, which lists its operands.
     """
     from_ranks = [ref.node for ref in does.tensors if program.by_name[ref.node].op in EXCHANGES]
     return from_ranks[-1] if from_ranks else ""
@@ -217,8 +220,9 @@ def _list_nodes(body: Program | None) -> tuple[Node, ...]:
 
 
 def _find_predecessors(program: Program, names: list[str]) -> set[str]:
-    """Returns the names of all nodes that come before these nodes; one of them is included only if another one depends
-    on it.
+    """Returns the names of all nodes that the nodes ``names`` wait for, directly or through others.
+
+    A node of ``names`` is in the result only if another one of them waits for it.
     """
     nodes = [program.by_name[name] for name in names]
     return find_waited_for(
@@ -285,8 +289,9 @@ def _is_fusable(program: Program, node: Node) -> bool:
 
 
 def _find_levels(program: Program, names: set[str]) -> Mapping[str, int]:
-    """Returns for each node the number of nodes of ``names`` before it on the longest path to it; nodes with equal
-    numbers do not wait for each other.
+    """Returns for each node its level: the number of nodes of ``names`` on the longest path to it, without itself.
+
+    Two of these nodes with equal levels do not wait for each other, and so can become one operation.
     """
     levels: dict[str, int] = {}
     for node in program.nodes:

@@ -379,8 +379,13 @@ def plan_of_part(part: Program, settings: PlanSettings, model: Plan, ends: Mappi
 
 
 def _as_in(model: Plan, program: Program, layouts: Mapping[str, GraphLayout], settings: PlanSettings) -> PlanDraft:
-    """Creates a draft from known ``layouts`` and adds the reshards they need; all-reduces with the same key are fused
-    into the same groups as in the plan ``model``.
+    """Creates a draft from layouts copied from the plan ``model``, and adds the reshards they need.
+
+    All-reduces are fused into the same groups as in ``model``, by their keys.
+
+    Args:
+      program: the program to plan, nearly equal to that of ``model``, expanded.
+      layouts: of the program (key "") and of its functions.
     """
     draft = PlanDraft(program, frozenset(model.expanded), settings.batch.inputs or (), model.variables, layouts)
     # Not dumped or logged: each rank of a mesh derives such plans from the same model.

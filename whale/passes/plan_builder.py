@@ -187,8 +187,11 @@ def _batch(program: Program, settings: PlanSettings) -> tuple[BatchInput, ...]:
 def _find_divided_norms(
     program: Program, batch: tuple[BatchInput, ...], settings: PlanSettings, first: FirstLayouts
 ) -> frozenset[str]:
-    """Returns the names of batch normalisations, forward and gradient, that read a sharded batch and need the
-    statistics of all of it.
+    """Returns the names of the batch normalisations, forward and gradient, that are to be expanded: they read a sharded
+    batch and need the statistics of all of it.
+
+    Args:
+      first: cache of layouts, from which it is seen what the batch shards.
     """
     if settings.size == 1 or settings.batch.local_statistics or not any(is_composite(n) for n in program.nodes):
         return frozenset()

@@ -107,7 +107,7 @@ def test_shares_that_do_not_fit(shares: tuple[int, ...]) -> None:
         batch_inputs(_inputs(x=(8, 4)), 2, shares=shares)
     assert caught.value.facts["given"] == f"shares {list(shares)} for 2 ranks"
     assert caught.value.facts["expected"] == "2 numbers, not all 0, for example [4, 4]"
-    assert caught.value.action == "change batch.shares or the number of ranks"
+    assert caught.value.action == "change the key `batch.shares`, or the number of ranks"
 
 
 def test_rows_that_a_rank_brings() -> None:
@@ -125,7 +125,11 @@ def test_rows_that_a_rank_brings_in_two_ways() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "action"), [("xx", "name 'x'"), ("rate", "name an input of rank 1 or more, or remove the key")]
+    ("name", "action"),
+    [
+        ("xx", "name 'x' in `batch.inputs`"),
+        ("rate", "name an input of rank 1 or more in `batch.inputs`, or remove the key"),
+    ],
 )
 def test_marked_inputs_that_cannot_be_divided(name: str, action: str) -> None:
     with pytest.raises(PlanError) as caught:

@@ -1,7 +1,8 @@
 """Writes what an iteration of a loop computes as the text of the op WhaleLoop (whale_ops/core/compute/loop_program.h).
 
-``TurnCode`` collects instructions on *views*: parts of buffers with strides. Buffers are the slices of tensors that
-iterations read, tensors that are the same in each, the loop's states, stacked results, and temporaries.
+``TurnCode`` collects the instructions of one iteration ("turn"). Their operands are *views*: parts of buffers, with
+strides. Buffers are the slices of tensors that iterations read, tensors that are the same in each, the loop's states,
+stacked results, and temporaries.
 """
 
 from __future__ import annotations
@@ -98,7 +99,7 @@ class View:
         more = len(shape) - len(self.shape)
         own = (1,) * more + self.shape
         if more < 0 or any(a not in (1, b) for a, b in zip(own, shape)):
-            raise NotFollowed(f"{self.shape} is not repeated to {shape}")
+            raise NotFollowed(f"the shape {self.shape} does not broadcast to {shape}")
         strides = (0,) * more + self.strides
         return replace(self, shape=shape, strides=tuple([s if a == b else 0 for s, a, b in zip(strides, own, shape)]))
 
@@ -114,7 +115,7 @@ class View:
         sizes = [(n, s) for n, s in zip(self.shape[:-1], self.strides[:-1]) if n != 1]
         for (_, outer), (n, inner) in itertools.pairwise(sizes):
             if outer != n * inner:
-                raise NotFollowed("rows of a tensor do not lie at equal distances")
+                raise NotFollowed("the rows of a tensor are not at equal distances in memory")
         return (sizes[-1][1] if sizes else 0), (self.strides[-1] if self.shape[-1] != 1 else 0)
 
     def write(self) -> str:
@@ -222,7 +223,7 @@ class TurnCode:
         """
         shape = require_static_shape(node.outputs[0])
         if 0 in shape:
-            raise NotFollowed("a tensor without elements")
+            raise NotFollowed("a tensor of the iteration has no elements")
         if node.op in _VIEWS or node.op in IDENTITIES or (node.op == "Cast" and to is None):
             for i, view in enumerate(self._views_of(node)):
                 self.views[Ref(node.name, i)] = view
@@ -242,7 +243,7 @@ class TurnCode:
         if op in ("ZerosLike", "Fill"):
             value = self.body.const(node.inputs[1]) if op == "Fill" else np.zeros(())
             if value is None:
-                raise NotFollowed("Fill: with a value that is not known")
+                raise NotFollowed("Fill: its value is not constant")
             return self.add("Copy", to, make_number(float(value)))
         if op in ("StridedSliceGrad", "Pad"):
             return self._fill_around(node, to)
@@ -265,19 +266,19 @@ class TurnCode:
         else:
             code = _UNARY.get(op) or _BINARY.get(op) or ""
         if not code:
-            raise NotFollowed(f"{op}: no instruction")
+            raise NotFollowed(f"{op}: WhaleLoop has no instruction for this op")
         return self.add(code, to, *[one if one.buffer == NUMBER else one.broadcast(shape) for one in operands])
 
     def _multiply(self, node: Node, to: View) -> View:
         left, right = (self.view(ref) for ref in node.inputs)
         if NUMBER in (left.buffer, right.buffer):
-            raise NotFollowed("MatMul of a number")
+            raise NotFollowed("MatMul: an operand is a constant number")
         if node.attrs.get("transpose_a"):
             left = _transposed(left)
         if node.attrs.get("transpose_b"):
             right = _transposed(right)
         if left.shape[0] > MOST_ROWS and left.shape[0] * prod(right.shape) > MOST_PRODUCTS:
-            raise NotFollowed("a product for which the time of calling an operation is nothing")
+            raise NotFollowed("a matrix product so large that WhaleLoop would save nothing")
         return self.add("MatMul", to, left, right, summed=left.shape[1])
 
     def _join(self, node: Node, to: View) -> View:
@@ -287,13 +288,13 @@ class TurnCode:
         else:
             found = self.body.const(node.inputs[-1])
             if found is None:
-                raise NotFollowed("ConcatV2: data decide the axis")
+                raise NotFollowed("ConcatV2: its axis is not constant")
             axis = int(found) % len(to.shape)
             parts = [self.view(ref) for ref in node.inputs[:-1]]
         at = 0
         for part in parts:
             if part.buffer == NUMBER:
-                raise NotFollowed(f"{node.op} of a number")
+                raise NotFollowed(f"{node.op}: an operand is a constant number")
             sizes = tuple([n if i != axis else part.shape[axis] for i, n in enumerate(to.shape)])
             self.add("Copy", replace(to, shape=sizes, first=to.first + at * to.strides[axis]), part)
             at += part.shape[axis]
@@ -311,7 +312,7 @@ class TurnCode:
             given = self.view(node.inputs[4])
             part = self._strided(node, to, given.shape)
         if part.strides and part.strides[-1] not in (0, 1):
-            raise NotFollowed(f"{node.op}: columns with others between")
+            raise NotFollowed(f"{node.op}: the columns of an operand are not contiguous in the result")
         self.add("Copy", to, make_number(0.0))
         self.add("Copy", part, given)
         return to
@@ -321,12 +322,12 @@ class TurnCode:
         rank = len(given.shape)
         if node.op == "BiasAddGrad":
             if node.attrs.get("data_format", "NHWC") != "NHWC":
-                raise NotFollowed("BiasAddGrad: NCHW")
+                raise NotFollowed("BiasAddGrad: channels first (NCHW) is not supported")
             axes = list(range(rank - 1))
         else:
             found = self.body.const(node.inputs[1])
             if found is None:
-                raise NotFollowed(f"{node.op}: data decide the axes")
+                raise NotFollowed(f"{node.op}: its axes are not constant")
             axes = sorted({int(axis) % rank for axis in found.reshape(-1)}) if rank else []
         wide = [i for i in axes if given.shape[i] != 1]
         rest = [i for i in range(rank) if given.shape[i] != 1 and i not in wide]
@@ -348,9 +349,11 @@ class TurnCode:
         return self.add("Mul", to, to, make_number(1.0 / count)) if node.op == "Mean" else to
 
     def _flat(self, view: View) -> View:
-        """Returns the view if its elements are contiguous; else that of a copy."""
+        """Returns the view itself if its elements are contiguous; else adds an instruction that copies it to a new
+        temporary, and returns that.
+        """
         if view.buffer == NUMBER:
-            raise NotFollowed("a number where a tensor is needed")
+            raise NotFollowed("a constant number where a tensor is needed")
         return view if view.is_dense else self.add("Copy", self.new(view.shape), view)
 
     def _views_of(self, node: Node) -> list[View]:
@@ -400,7 +403,7 @@ class TurnCode:
         begin, _, step = (self._constant(node, i) for i in (1, 2, 3))
         attrs = node.attrs
         if attrs.get("ellipsis_mask") or attrs.get("new_axis_mask") or any(int(i) < 1 for i in step):
-            raise NotFollowed("StridedSlice: of another form")
+            raise NotFollowed("StridedSlice: an ellipsis, a new axis or a step below 1 is not supported")
         first, strides = given.first, []
         for i, (size, stride) in enumerate(zip(given.shape, given.strides)):
             if i >= len(begin):
@@ -416,7 +419,7 @@ class TurnCode:
     def _constant(self, node: Node, operand: int) -> np.ndarray:
         found = self.body.const(node.inputs[operand])
         if found is None:
-            raise NotFollowed(f"{node.op}: data decide what it takes")
+            raise NotFollowed(f"{node.op}: its bounds or axes are not constant")
         return np.asarray(found)
 
     def finish(self) -> tuple[tuple[str, ...], int, int]:
@@ -462,7 +465,13 @@ def _expand(view: View, axis: int) -> View:
 
 
 def _strides_of(view: View, dims: Sequence[int], shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Returns strides for ``shape``, whose dimensions larger than 1 are the dimensions ``dims`` of the view."""
+    """Returns the strides of a view that was reshaped to ``shape`` by only adding, removing or permuting dimensions.
+
+    Args:
+      view: the view before the reshape.
+      dims: the dimensions of ``view`` larger than 1, in their order in ``shape``.
+      shape: the new shape; dimensions of size 1 get the stride 0.
+    """
     kept = iter([view.strides[i] for i in dims])
     return tuple([0 if n == 1 else next(kept) for n in shape])
 
@@ -477,7 +486,7 @@ def _write(step: _Step) -> str:
     target = f"{to.buffer}{to.number}+{to.first}:{row}:{column}"
     words = (step.op, target, *[one.write() for one in step.operands], *sizes)
     if step.op != "SumColumns" and column != 1:
-        raise NotFollowed("columns of a result do not lie side by side")
+        raise NotFollowed("the elements of a row of a result are not contiguous")
     return " ".join(map(str, words))
 
 

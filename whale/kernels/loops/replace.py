@@ -163,12 +163,15 @@ class _Replacement:
         return found or {ref.node for ref in lists if ref.node in self.loops} or set(self.loops)
 
     def _read_list(self, node: Node, given: list[Ref], fetched: set[Ref]) -> None:
-        """Replaces a node that reads a list which no longer exists, since its loop is replaced; for ops that need a
-        list, creates one from a tensor.
+        """Replaces a node that reads TensorLists of replaced loops, which exist as rows of tensors only.
+
+        A stack, length or item becomes a tensor. For any other op, and for a list that the graph returns, nodes are
+        added that create the list.
 
         Args:
-          given: such lists among the node's operands.
-          fetched: such lists that the node yields and the graph returns.
+          node: the node that reads or yields such lists.
+          given: those of its operands that are such lists.
+          fetched: those of its results that are such lists and that the graph returns.
         """
         g = self.g.add_for(node)
         if fetched:
@@ -190,7 +193,7 @@ class _Replacement:
 
     def _items(self, ref: Ref) -> Items:
         if ref not in self.lists:
-            raise NotFollowed("a list that is not known")
+            raise NotFollowed("a list whose items are unknown")
         return self.lists[ref]
 
     def _settle(self, ref: Ref) -> Items:
@@ -246,7 +249,9 @@ class _Replacement:
         return ref
 
     def _find_waits(self, rewrite: LoopRewrite) -> tuple[str, ...]:
-        """Returns the names of the nodes for which nodes that waited for the loop wait now."""
+        """Returns the names of the nodes that take the loop's place in control inputs: nodes that waited for the loop
+        wait for these.
+        """
         made = (rewrite.name,) if rewrite.name in self.g.nodes else ()
         return (*made, *[name for name in rewrite.waits if name in self.g.nodes])
 

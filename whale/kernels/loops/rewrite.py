@@ -48,7 +48,11 @@ _ADDS = frozenset(("AddV2", "Add", "AddN"))
 
 
 class _Kind(Enum):
-    """Says what a tensor of the body depends on; a node gets the largest kind of its operands."""
+    """Says what a tensor of a loop's body depends on, and so where it is computed: before the loop (SAME, EARLY) or in
+    each iteration (TURN).
+
+    The kind of a node is the largest kind of its operands.
+    """
 
     SAME = 0  # the same in each iteration
     SLICE = 1  # an iteration's part of a tensor that exists before the loop
@@ -109,9 +113,9 @@ class LoopRewrite:
         for node in body.nodes:
             reads = node.op == "ReadVariableOp"
             if (node.stateful and not reads and node.op != "Placeholder") or node.attrs.get(COMPILED):
-                raise NotFollowed(f"{node.op} in the loop")
+                raise NotFollowed(f"the loop runs {node.op}, which has side effects or is compiled by XLA")
             if any(True for _ in iterate_function_refs(node)):
-                raise NotFollowed(f"{node.op} in the loop")
+                raise NotFollowed(f"the loop runs {node.op}, which calls functions")
         self._classify()
         self._find_states(needed)
 
@@ -165,8 +169,11 @@ class LoopRewrite:
         return self.kinds[Ref(self.body.inputs[number])] is _Kind.SAME
 
     def _find_states(self, needed: Iterable[int]) -> None:
-        """Finds the loop variables that iterations change and something reads (``states``), and those to which
-        iterations only add (``sums``).
+        """Decides for each loop variable that iterations change and something reads how it is computed: as a state of
+        WhaleLoop (``states``), or, if iterations only add to it, as a sum after the loop (``sums``).
+
+        Args:
+          needed: numbers of the loop's results that others read.
         """
         body = self.body
         number = {Ref(name): i for i, name in enumerate(body.inputs)}
@@ -210,8 +217,13 @@ class LoopRewrite:
         return found
 
     def _need_states(self, numbers: Iterable[int]) -> None:
-        """Adds loop variables to ``states``, with all variables that their next values depend on, and notes the nodes
-        on the way in ``feeding``.
+        """Notes that WhaleLoop has to compute some loop variables: adds them to ``states``, with all variables that
+        their next values depend on.
+
+        The nodes of the body that compute these values are added to ``feeding``.
+
+        Args:
+          numbers: numbers of the loop variables.
         """
         body = self.body
         of = {name: i for i, name in enumerate(body.inputs)}
@@ -239,8 +251,11 @@ class LoopRewrite:
         return self.kinds[Ref(name)] in (_Kind.TURN, _Kind.EARLY)
 
     def _can_sum(self, ref: Ref) -> bool:
-        """Returns True if the sum of ``ref`` over all iterations can be one operation on the stacked values of all
-        iterations.
+        """Returns True if the sum of ``ref`` over all iterations is cheap to compute after the loop, from the stacked
+        values of all iterations.
+
+        It is if ``ref`` is a product ``transpose(a) x b`` (the sum is a single larger product), a sum or reshape of
+        such products, or a small tensor.
         """
         ref = find_root(self.body, ref)
         node, t = self.body.by_name[ref.node], self.body.find_type(ref)
@@ -307,8 +322,8 @@ class LoopRewrite:
         return self.reads[ref]
 
     def settle(self, item: Item) -> Item:
-        """Returns a list item as a tensor of the graph, or a row of one, if it is a value that a replaced loop
-        computes.
+        """Returns a list item as a tensor of the graph, or a row of one. If an iteration of another replaced loop makes
+        the item, it is looked up there.
         """
         if not isinstance(item, Made):
             return item
@@ -329,7 +344,7 @@ class LoopRewrite:
         if kind is _Kind.SLICE:
             return self.items_of(ref)[turn]
         if kind is _Kind.OTHER:
-            raise NotFollowed("lists or counters in lists")
+            raise NotFollowed("a list contains lists or counters of the loop")
         return Row(self.find_stacked(ref), turn)
 
     def find_stacked(self, ref: Ref) -> Ref:
@@ -355,18 +370,18 @@ class LoopRewrite:
                 self.late[ref] = self._stack(node)
             return self.late[ref]
         if kind not in (_Kind.EARLY, _Kind.TURN):
-            raise NotFollowed("counters of a loop are read")
+            raise NotFollowed("a counter of the loop is needed as a tensor of all iterations")
         t = self.body.find_type(ref)
         if not t.is_static or t.dtype not in (*_DTYPES, "bool"):
-            raise NotFollowed(f"turns give {t}")
+            raise NotFollowed(f"iterations yield {t}, which cannot be stacked")
         number = self.stacked.setdefault(ref, len(self.stacked))
         result = Ref(self.name, -1 - number)  # a placeholder: result numbers are known once all states are
         self.g.types[result] = TensorType(self.find_dtype(), (self.turns.count, *require_static_shape(t)))
         return self.g.cast(result, t.dtype)
 
     def find_results(self) -> dict[Ref, Ref]:
-        """Maps the placeholders that ``find_stacked`` has returned to results of the operation, whose numbers are known
-        only now.
+        """Maps the placeholders that ``find_stacked`` has returned to the results of WhaleLoop. Their numbers are known
+        only when all states are, since stacked results follow the states.
         """
         return {Ref(self.name, -1 - k): Ref(self.name, len(self.states) + k) for k in self.stacked.values()}
 
@@ -379,7 +394,7 @@ class LoopRewrite:
         types = [self.body.find_type(ref) for ref in self.kinds if self.kinds[ref] in (_Kind.TURN, _Kind.EARLY)]
         found = {t.dtype for t in types} & {*_DTYPES, "float16", "bfloat16"}
         if len(found) != 1 or not found <= set(_DTYPES):
-            raise NotFollowed(f"turns compute with {', '.join(sorted(found))}")
+            raise NotFollowed(f"iterations compute in {', '.join(sorted(found))}, not in float32 or float64 alone")
         return found.pop()
 
     def _need_ancestors(self, ref: Ref) -> None:
@@ -516,7 +531,7 @@ class LoopRewrite:
             ref = find_root(body, ref)
             t, kind = body.find_type(ref), self.kinds[ref]
             if t.dtype not in (dtype, "bool") or not t.is_static:
-                raise NotFollowed(f"{t} in a loop of {dtype}")
+                raise NotFollowed(f"a tensor {t} in a loop that computes in {dtype}")
             if kind is _Kind.SAME:
                 given = self.find_same(ref)
                 value = body.const(ref)
@@ -592,7 +607,7 @@ class LoopRewrite:
             if node.name not in needed:
                 continue
             if node.op not in SUPPORTED:
-                raise NotFollowed(f"{node.op}: no instruction")
+                raise NotFollowed(f"{node.op}: WhaleLoop has no instruction for this op")
             code.compute(node, places.get(Ref(node.name)) if len(node.outputs) == 1 else None)
         ends = [(ref, places[ref]) for ref in self.stacked]
         ends += [(ref, make_view(NEXT, self.states.index(i), body.find_type(ref))) for i, ref in goals.items()]

@@ -169,11 +169,11 @@ class GraphNodes:
                 part = self.rows(first.ref, min(first.number, last.number), len(run))
                 parts.append(self.reverse(part) if last.number < first.number else part)
             else:
-                raise NotFollowed("items that are no tensors of the graph")
+                raise NotFollowed("the items of a list are no tensors of the graph")
         if len(parts) == 1:
             return parts[0]
         if not parts:
-            raise NotFollowed("a list without items")
+            raise NotFollowed("a list without items is stacked, and the type of items is unknown")
         axis = self.const(np.array(0, np.int32))
         attrs = {"T": DType(kind.dtype), "N": len(parts), "Tidx": DType("int32")}
         return self.add("ConcatV2", (*parts, axis), kind.dtype, (len(items), *shape), **attrs)
@@ -185,7 +185,7 @@ class GraphNodes:
                 return TensorType(t.dtype, require_static_shape(t)[1:])
             if isinstance(item, Whole):
                 return self.type_of(item.ref)
-        raise NotFollowed("items of unknown shape")
+        raise NotFollowed("the shape of the items of a list is unknown")
 
 
 def _find_runs(items: Items) -> list[list[Item]]:
@@ -244,7 +244,8 @@ def can_stack(body: Program, node: Node, stacked: Callable[[Ref], bool]) -> bool
     """Returns True if ``stack_node`` can compute the node for all iterations at once.
 
     Args:
-      stacked: returns True if iterations change the operand.
+      body: the loop's body, which contains the node.
+      stacked: a function that returns True for an operand that differs between iterations.
     """
     kinds = [*map(body.find_type, node.inputs), *node.outputs]
     if len(node.outputs) != 1 or node.stateful or not all(t.is_static and t.elements for t in kinds):
@@ -285,8 +286,8 @@ def stack_node(g: GraphNodes, body: Program, node: Node, operands: Sequence[Oper
         return g.keep(replace(made, marks=node.marks))
 
     def padded(number: int) -> Ref:
-        """Returns operand ``number`` with as many dimensions after the iterations as the result has, so that it
-        broadcasts.
+        """Returns operand ``number`` reshaped so that it broadcasts: sizes of 1 are inserted after the dimension of the
+        iterations until the operand has the rank of the result.
         """
         one, own = operands[number], require_static_shape(kinds[number])
         missing = len(shape) - 1 - len(own)
@@ -343,8 +344,14 @@ def _stack_product(
 
 
 def sum_product(g: GraphNodes, node: Node, operands: Sequence[Operand]) -> Ref | None:
-    """Adds the sum over iterations of products ``transpose(left) x right``, as one product over the rows of all
-    iterations; returns None if the node has another form.
+    """Adds the sum over all iterations of the product that ``node`` computes in each, as one product over the rows of
+    all iterations; returns its result.
+
+    Returns None if the node is no product ``transpose(left) x right`` of operands that differ between iterations.
+    Gradients of weights have this form.
+
+    Args:
+      operands: the node's operands outside of the loop.
     """
     left, right = operands
     if not node.attrs.get("transpose_a") or node.attrs.get("transpose_b") or not (left.stacked and right.stacked):

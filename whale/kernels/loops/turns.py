@@ -103,33 +103,35 @@ def change_list(
     numbers: Mapping[Ref, int],
     item_of: Callable[[Ref], Item],
 ) -> tuple[Items | None, Item | None]:
-    """Follows one operation on TensorLists.
+    """Follows one operation on TensorLists: computes which items its result holds, without running it.
 
     Args:
-      lists, numbers: the graph's tensors that are known lists and integers.
-      item_of: returns a tensor of the graph as an item.
+      lists: tensors of the graph that are TensorLists -> their items.
+      numbers: tensors of the graph that are known integers -> their values.
+      item_of: a function that describes a tensor of the graph as an item, for operations that put it into a list.
 
     Returns:
-      (the list that the operation returns, the item that it takes out), each None if there is none.
+      (items of the list that the operation returns, item that it takes out or length that it yields), each None if
+      there is none.
 
     Raises:
-      NotFollowed: the list is unknown, or its length or the place depends on data.
+      NotFollowed: the list is unknown, or its length or the index of the item depends on data.
     """
 
     def list_of(ref: Ref) -> Items:
         if ref not in lists:
-            raise NotFollowed(f"{node.op}: a list from elsewhere")
+            raise NotFollowed(f"{node.op}: the items of its list are unknown")
         return lists[ref]
 
     def number_of(ref: Ref) -> int:
         if ref not in numbers:
-            raise NotFollowed(f"{node.op}: data decide the place or length")
+            raise NotFollowed(f"{node.op}: the index or length is not a known integer")
         return numbers[ref]
 
     def place(items: Items) -> int:
         at = number_of(node.inputs[1])
         if not 0 <= at < len(items):
-            raise NotFollowed(f"{node.op}: place {at} of a list of {len(items)}")
+            raise NotFollowed(f"{node.op}: index {at} is outside of a list of {len(items)} items")
         return at
 
     op = node.op
@@ -140,7 +142,7 @@ def change_list(
     if op == "TensorListFromTensor":
         shape = graph.find_type(node.inputs[0]).shape
         if not shape or shape[0] is None:
-            raise NotFollowed(f"{op}: of unknown length")
+            raise NotFollowed(f"{op}: the length of the list is unknown")
         return tuple([Row(find_root(graph, node.inputs[0]), i) for i in range(shape[0])]), None
     if op in IDENTITIES:
         return list_of(node.inputs[0]), None
@@ -163,18 +165,22 @@ def change_list(
         return (items + (ZEROS,) * length)[:length], None
     if op == "TensorListLength":
         return None, len(items)
-    raise NotFollowed(f"{op} is not followed")
+    raise NotFollowed(f"{op}: an operation on lists that is not supported")
 
 
 def _add_lists(lists: Sequence[Items]) -> Items:
-    """Adds lists item by item, as AddN does, if at each place at most one list has an item that is not zero."""
+    """Adds TensorLists item by item, as AddN does for gradients; returns the items of the sum.
+
+    Raises:
+      NotFollowed: the lists have unequal lengths, or two of them have an item that is not zero at the same index.
+    """
     if len({len(one) for one in lists}) != 1:
-        raise NotFollowed("lists of unequal length are added")
+        raise NotFollowed("lists of unequal lengths are added")
     found: list[Item] = []
     for items in zip(*lists):
         given = [item for item in items if item != ZEROS]
         if len(given) > 1:
-            raise NotFollowed("items of lists are added")
+            raise NotFollowed("lists are added that have items at the same index")
         found.append(given[0] if given else ZEROS)
     return tuple(found)
 
@@ -228,8 +234,9 @@ class _Turn:
     Attributes:
       name: name of the loop.
       number: number of the iteration.
-      lists, numbers: tensors that are known lists and integers.
-      items: tensors that the iteration takes out of lists.
+      lists: tensors that are known TensorLists -> their items.
+      numbers: tensors that are known integers -> their values.
+      items: tensors that the iteration takes out of lists -> what they are.
     """
 
     name: str
@@ -256,7 +263,7 @@ class _Turn:
         if isinstance(taken, int):
             self.numbers[ref] = taken
         elif isinstance(taken, Made) and taken.loop == self.name:
-            raise NotFollowed("a turn reads what another one has put into a list")
+            raise NotFollowed("an iteration reads an item that another iteration has put into a list")
         else:
             self.items[ref] = taken
         return True

@@ -23,9 +23,13 @@ from whale.sharding_rules.math.einsum import find_product_letters
 class Backward:
     """Holds the names of the nodes that compute the gradient of an attention.
 
+    With result = softmax(scores) x values, the gradient goes from the result through the softmax to the product of
+    queries and keys; the attributes follow this order.
+
     Attributes:
-      slope: the product (result's gradient x values) that computes the gradient of the attention weights.
-      of_result: number of the operand of ``slope`` that is the gradient of the attention's result.
+      slope: the product (result's gradient x values) that computes the gradient of softmax(scores), the attention
+        weights.
+      of_result: index, 0 or 1, of the operand of ``slope`` that is the result's gradient.
       within: the nodes of the softmax's gradient between ``slope`` and ``scores``, in order.
       scores: the node that computes the gradient of the softmax's operand.
       path: the elementwise nodes from ``scores`` to the gradient of the product, with their operands, in order.
@@ -209,16 +213,17 @@ class _Reader:
             self.sides[ref] = None
 
     def _values(self, node: Node, shares: int, result: int) -> tuple[Ref, int, int, tuple[int, ...]] | None:
-        """Finds the values in a product with values, or with their gradient.
+        """Finds the values in a product of attention weights and values, or in the product that computes the gradient
+        of the attention weights.
 
         Args:
-          shares: which tensor of the product has the shape of the attention weights: the number of the operand, 2 for
-            the result.
-          result: which one has the shape of the attention's result, likewise.
+          node: the product. Its tensors are numbered 0 and 1 (operands) and 2 (result).
+          shares: number of the tensor that has the shape of the attention weights.
+          result: number of the tensor that has the shape of the attention's result.
 
         Returns:
-          (the values, their sequence dimension, that of the result, the permutation ``turn``); None if the result's
-            features are not one dimension.
+          (the values, their sequence dimension, that of the result, the permutation ``Attention.turn``); None if the
+          result's features are not one dimension.
         """
         words = letters(self.program, node)
         assert words is not None
@@ -351,11 +356,13 @@ def _operand_with(words: tuple[str, str, str], letter: str, without: str) -> int
 
 
 def _sums(words: tuple[str, str, str], i: int, gone: int, stays: int) -> bool:
-    """Returns True if a product sums over one of the last two dimensions of operand ``i`` and keeps the other.
+    """Returns True if a product sums over one of the last two dimensions of operand ``i`` and keeps the other one in
+    its result.
 
     Args:
-      words: the product in einsum letters.
-      gone, stays: -1 and -2, or the other way round.
+      words: the product in einsum letters, as of ``letters``.
+      gone: the dimension that is summed over, -1 or -2.
+      stays: the other one of the two.
     """
     mine, other, out = words[i], words[1 - i], words[2]
     if len(mine) < 2:

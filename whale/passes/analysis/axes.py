@@ -96,8 +96,15 @@ def batch_of(program: Program, settings: PlanSettings) -> tuple[BatchInput, ...]
 
 
 def _complete_axes(given: tuple[Axis, ...], used: Iterable[str], size: int) -> tuple[Axis, ...]:
-    """Returns ``given`` with an axis of the remaining ranks, if there are any: the first that a scope names and
-    ``given`` lacks, as the last axis; else ``data``, as the first one.
+    """Returns ``given`` with one more axis for the ranks that these axes leave over, if there are any.
+
+    This is an axis that a ``wh.split`` scope names and ``given`` lacks, as the last one; else ``data``, as the first
+    one.
+
+    Args:
+      given: the axes whose sizes the user has fixed, outermost first.
+      used: names of the axes that split scopes use.
+      size: number of ranks.
 
     Raises:
       PlanError: ranks remain but no axis is missing, or the sizes do not divide the number of ranks.
@@ -147,11 +154,13 @@ def _merge_axes(axes: tuple[Axis, ...], used: Iterable[str]) -> tuple[Axis, ...]
 
 
 def select_known_along(tiles: Mapping[str, Tiles], axis: str, alone: bool = False) -> dict[str, Placement]:
-    """Returns the placements along one axis of variables that the run holds sharded already, by handle node.
+    """Returns the placements along one mesh axis of the variables that the run already holds sharded, by handle node.
 
     Args:
-      alone: whether the program has only this axis; then the single cut of a variable counts whatever the name of its
-        axis.
+      tiles: handle node -> how the run holds the variable, over all its axes.
+      axis: name of the axis that is planned.
+      alone: whether the program has only this axis. A variable that is cut along a single axis is then taken as cut
+        along this one, whatever the name: other programs of the run may name their only axis differently.
     """
     found: dict[str, Placement] = {}
     for name, lying in tiles.items():
@@ -239,6 +248,7 @@ def _block_of_ranks(path: str, ranks: Collection[int], axes: Sequence[Axis]) -> 
             op=path,
             given=f"devices={sorted(ranks)}, mesh {format_axes(axes)}",
             expected="all combinations of some coordinates of each axis, such as all ranks of two rows of the mesh",
-            action="change devices or the mesh; on several hosts mesh.rank_order=numbers keeps ranks in order",
+            action="change `devices=` of the scope, or the key `mesh`; on several hosts, mesh.rank_order=numbers keeps "
+            "the ranks in order",
         )
     return found

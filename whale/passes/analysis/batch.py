@@ -47,7 +47,7 @@ def rows_of_ranks(
             "the batch cannot be split as `batch.shares` asks",
             given=f"shares {list(shares)} for {parts} ranks",
             expected=f"{parts} numbers, not all 0, for example {list(divide_evenly(size, parts))}{or_so}",
-            action="change batch.shares or the number of ranks",
+            action="change the key `batch.shares`, or the number of ranks",
         )
     rows = divide_proportionally(size, tuple(shares))
     if len(shares) == parts:
@@ -94,7 +94,9 @@ def batch_inputs(
                 "an input that `batch.inputs` names cannot carry the batch",
                 given=name,
                 expected=f"one of {', '.join(candidates)}" if candidates else "an input of rank 1 or more; it has none",
-                action=f"name {near[0]!r}" if near else "name an input of rank 1 or more, or remove the key",
+                action=f"name {near[0]!r} in `batch.inputs`"
+                if near
+                else "name an input of rank 1 or more in `batch.inputs`, or remove the key",
             )
     if not candidates:
         return ()

@@ -78,8 +78,11 @@ class RankGroups:
 
 
 def _share_rows(whole: Shard, ranks: Collection[int]) -> tuple[int, ...]:
-    """Returns the rows of each rank if only ``ranks`` compute the batch: in proportion to their usual rows, or evenly
-    if they have none or all have about the same.
+    """Returns the number of rows of each rank if only ``ranks`` compute the batch: in proportion to their usual rows,
+    or evenly if they have none, or if all ranks have the same number (or one more).
+
+    Args:
+      whole: how the batch is sharded over all ranks.
     """
     mine = tuple(n if rank in ranks else 0 for rank, n in enumerate(whole.sizes))
     if whole.largest - whole.smallest <= 1 or not any(mine):
@@ -100,7 +103,7 @@ def refuse_rank_groups(program: Program, size: int) -> None:
                 op=path,
                 given=f"devices={sorted(ranks)}, {size} ranks",
                 expected=f"ranks below {size}",
-                action="start more ranks or change devices",
+                action="start more ranks, or change `devices=` of the scope",
             )
 
 
@@ -150,6 +153,6 @@ def _positions(path: str, ranks: Collection[int], group: StageGroup | None, plan
             op=path,
             given=f"devices={sorted(ranks)}, stage on {list(group.ranks)}",
             expected="some of the ranks of the stage that the scope is in",
-            action="change the devices of the scope, or of the stage",
+            action="change `devices=` of the scope, or of its wh.stage",
         )
     return () if group is None or group.plan != plan or len(mine) == len(group.ranks) else mine

@@ -34,15 +34,15 @@ _Block = tuple[int, ...]  # ranks, in the order of their coordinates along the a
 def order_ranks(
     topology: Topology | None, axes: Sequence[Axis], between: Sequence[str] = (DATA, STAGE)
 ) -> tuple[int, ...]:
-    """Returns the rank at each position of a mesh; () if the ranks' own order is as good.
+    """Returns the rank to put at each position of a mesh of several hosts; () if the ranks' own order is as good.
 
     Without an axis ``stage`` rank 0 is at position 0; with one, at the first position of its stage.
 
     Args:
       topology: hosts of the ranks and distances between them; None: all ranks are on one host.
       axes: the mesh, outermost axis first.
-      between: names of the axes whose groups may span hosts, the last one preferably; groups of others stay within
-        hosts if possible.
+      between: names of the axes whose groups may span hosts, the last one preferably; groups along other axes stay
+        within hosts if possible.
     """
     sizes = [axis.size for axis in axes]
     if topology is None or sum(size > 1 for size in sizes) < 2 or prod(sizes) != len(topology.hosts):
@@ -64,7 +64,11 @@ def order_ranks(
 
 
 class _Links:
-    """Prices communication between ranks by the classes of the links between their hosts."""
+    """Prices communication between ranks, and groups ranks that are near each other.
+
+    A block is a tuple of ranks that are assigned to coordinates already, in the order of these coordinates; at first
+    each rank is a block. ``order_ranks`` joins blocks axis by axis, until one block is left: the whole mesh.
+    """
 
     def __init__(self, topology: Topology) -> None:
         count = len(topology.names)
@@ -75,7 +79,11 @@ class _Links:
         self._costs = of_hosts[np.ix_(hosts, hosts)]
 
     def between(self, blocks: Sequence[_Block]) -> np.ndarray:
-        """Returns a matrix: for each two blocks, the cost of the slowest link between ranks at equal positions."""
+        """Returns the cost between each two blocks as a matrix: that of the slowest link between ranks at the same
+        position in both.
+
+        These ranks communicate with each other once the two blocks are in one group.
+        """
         ranks = np.array(blocks)
         found = np.zeros((len(blocks), len(blocks)), np.int64)
         for column in ranks.T:
@@ -83,10 +91,15 @@ class _Links:
         return found
 
     def cost(self, order: _Block, axes: Sequence[Axis], laid: Sequence[Axis]) -> list[tuple[int, int]]:
-        """Returns, for each axis of ``laid``, the cost of the most expensive group along it, and the cost of all its
-        groups.
+        """Returns, for each axis of ``laid``, (the cost of the most expensive group of ranks along it, the sum over all
+        its groups).
 
         All ranks of a group communicate with each other; along ``stage``, each with the next one.
+
+        Args:
+          order: the rank at each position of the mesh.
+          axes: the mesh, outermost axis first.
+          laid: the same axes, in the order in which their costs are compared.
         """
         grid, found = np.array(order).reshape([axis.size for axis in axes]), []
         for axis in laid:
@@ -110,7 +123,11 @@ class _Links:
         return self.join(sorted(pairs, key=min), size // 2)
 
     def chain(self, blocks: Sequence[_Block]) -> list[_Block]:
-        """Orders blocks so that the links from each to the next are short: first the longest, then their sum."""
+        """Orders the blocks of pipeline stages so that each is near the next: the slowest link between neighbours is as
+        fast as possible; among such orders, the sum of all link costs is least.
+
+        Of many blocks, the order of a spanning tree is taken.
+        """
         costs = self.between(blocks)
         if len(blocks) > _MOST_PERMUTED:
             return [blocks[i] for i in _walk_tree(costs)]

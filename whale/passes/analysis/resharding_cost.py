@@ -103,8 +103,12 @@ def _fits(wanted: Shard, shape: Dims | None) -> bool:
 
 
 def move_cost(source: Placement, target: Placement, tensor_bytes: int, parts: int) -> float:
-    """Returns the cost of a single reshard of ``tensor_bytes``: a latency, and the bytes per coordinate; 0 if nothing
-    moves.
+    """Returns the cost of a single reshard from ``source`` to ``target``: a latency, and the moved bytes per
+    coordinate; 0 if nothing moves.
+
+    Args:
+      tensor_bytes: bytes of the whole tensor; 0 if unknown.
+      parts: size of the mesh axis.
     """
     moved = count_moved_bytes(source, target, tensor_bytes, parts)
     if moved == 0 and not (tensor_bytes == 0 and isinstance(source, Partial)):

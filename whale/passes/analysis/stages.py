@@ -105,14 +105,14 @@ def stage_groups_of(program: Program, settings: PlanSettings) -> tuple[StageGrou
                 "the devices of a wh.stage are ranks that do not exist",
                 given=f"devices={list(max(ranks, key=max))}, {size} ranks",
                 expected=f"ranks below {size}",
-                action="start more ranks or change devices",
+                action="start more ranks, or change `devices=` of the stage",
             )
     elif any(given):
         raise PlanError(
             "some stages name their devices and others do not",
             given=", ".join(stages),
             expected="devices for all stages, or for none",
-            action="give devices to every wh.stage",
+            action="give `devices=` to every wh.stage, or to none",
         )
     elif settings.mesh:
         order = settings.rank_order or range(size)
@@ -163,7 +163,7 @@ def _along_mesh(stages: Sequence[str], size: int, mesh: Sequence[Axis]) -> list[
             given=f"mesh {format_axes(axes)}, {len(stages)} stages, {size} ranks",
             expected="axis sizes whose product is the number of ranks, and as many wh.stage scopes as the axis stage "
             "is long, or a multiple of that",
-            action="change the key `mesh`, the number of ranks, or the stages",
+            action="change the key `mesh`, the number of ranks, or the number of wh.stage scopes",
         )
     inside = size // prod(a.size for a in axes[: number + 1])  # ranks that are left over come after the axis ``stage``
     inside = prod(a.size for a in axes[number + 1 :]) if filled == size else inside
@@ -180,7 +180,7 @@ def _refuse_overlap(groups: Sequence[tuple[int, ...]]) -> None:
                 "two stages share some, but not all, of their ranks",
                 given=", ".join(f"devices={list(g)}" for g in groups),
                 expected="for each two stages the same ranks in the same order, or no rank in common",
-                action="change the devices of the stages",
+                action="change `devices=` of these stages",
             )
         seen |= set(group)
 
@@ -368,11 +368,14 @@ class _Assignment:
                 self.stage[member] = stage
 
     def _nearest(self, node: Node, reads: Mapping[str, str]) -> str:
-        """Returns the stage that has most bytes of a node's operands; "" if none has any. Weights that several stages
-        read do not count.
+        """Returns the stage from which a node reads the most bytes, so that least is sent; "" if no operand has a
+        stage. Weights that several stages read do not count.
 
         Of stages with equal bytes the last one wins; for a sum of gradients (AddN) the first one, where backward passes
         end.
+
+        Args:
+          reads: node that yields a variable's value -> its stage; "" if several stages read the value.
         """
         near: Counter[str] = Counter()
         for ref in dict.fromkeys(node.inputs):

@@ -133,8 +133,11 @@ class Candidates:
                 self._note(Ref(node.name), shard(dim, sizes_within(size, group, self.region.parts)))
 
     def _note(self, ref: Ref, placement: Placement) -> None:
-        """Adds a candidate placement of a tensor, unless it is known, does not fit the scopes' ranks, or the tensor has
-        too many.
+        """Adds a candidate placement of a tensor, and notes that the nodes around the tensor have to be asked for
+        strategies with it.
+
+        Nothing is added if the placement is known or does not fit the ranks of a scope, or if the tensor has too many
+        candidates.
         """
         if not isinstance(placement, Shard | Partial):
             return
@@ -148,8 +151,10 @@ class Candidates:
         self._waiting.update(self._around.get(ref, ()))
 
     def _is_within(self, placement: Shard, group: frozenset[int]) -> bool:
-        """Returns True if exactly the ranks of ``group`` have a part each; where experts are fewer than ranks, some of
-        the group's ranks are enough.
+        """Returns True if ``placement`` gives a part to every rank of ``group``, and to no other rank.
+
+        If a dimension has fewer indices than the group has ranks, such as experts, a part for some of its ranks is
+        enough.
         """
         if placement.holders in self._few and placement.holders < group:
             return True
@@ -217,11 +222,18 @@ class Candidates:
     def _pairs(
         self, node: Node, rows: Rows, at: int, placement: Placement
     ) -> Iterator[tuple[list[Placement], list[Placement | None]]]:
-        """Yields placements in which both the table (or result) and the ids are sharded, so that ranks exchange rows.
+        """Yields pairs of placements that let a lookup or update exchange rows between ranks: a table (or rows) and ids
+        that are both sharded.
+
+        Each pair combines ``placement`` with one candidate placement of the other tensor.
 
         Args:
-          at, placement: the tensor that has got ``placement``, as of ``_ask``; it is combined with candidates of the
-            other one.
+          node: the lookup or update.
+          rows: which operands of the node are table, ids and rows.
+          at: number of the tensor that has got ``placement``: operands first, then results.
+
+        Yields:
+          (placements of the operands, placements of the results or None where any will do), for the node's rule.
         """
         around, result = [*node.inputs, *node.list_refs()], len(node.inputs)
         table, belong = (result if i is None else i for i in (rows.table, rows.values))

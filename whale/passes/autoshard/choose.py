@@ -73,14 +73,17 @@ def choose(costs: Sequence[Sequence[float]], tensors: Sequence[TensorForms]) -> 
             "no layouts were found for a split scope",
             given="operations whose candidate layouts exclude each other",
             expected="a layout for every operation",
-            action="put fewer operations under the scope, or name the dimension (`dim=`)",
+            action="put fewer operations under the wh.split scope, or name the dimension to split: wh.split(dim=..)",
         )
     return chosen
 
 
 def _simplify(tensor: TensorForms, matters: Mapping[tuple[Placement, ...], int]) -> TensorForms | None:
-    """Drops readers that never cost anything, and fixes the producer or a reader if its choice of option cannot change
-    the tensor's cost; returns None if no reader is left.
+    """Removes what does not matter to the choice from a tensor, to make the problem smaller; returns None if no reader
+    is left.
+
+    Readers that never cost anything are dropped. The producer, or a reader, becomes fixed if the tensor has the same
+    form under all its options.
 
     Args:
       matters: as returned by ``_forms_that_matter``.
@@ -97,8 +100,11 @@ def _simplify(tensor: TensorForms, matters: Mapping[tuple[Placement, ...], int])
 
 
 def _forms_that_matter(tensor: TensorForms) -> dict[tuple[Placement, ...], int]:
-    """Maps the forms that a reader wants, one per option, to the number of different ones; to 0 if no change to them
-    ever costs anything.
+    """Returns, for each reader of a tensor, in how many different forms the reader may want it; 0 if no change to any
+    of these ever costs anything.
+
+    The key of a reader is the tuple of forms that it wants, one for each of its options; readers with equal tuples
+    share an entry.
     """
     sources = dict.fromkeys(tensor.forms)
     found = {}
@@ -248,7 +254,13 @@ def _order(sizes: Sequence[int], groups: Sequence[tuple[int, ...]]) -> list[int]
 
 
 class _Found(NamedTuple):
-    """Represents an order of elimination, with the number of entries of all tables, and of the largest table."""
+    """Represents an order of elimination, which ``_Elimination.run`` has found, with the size of its tables.
+
+    Attributes:
+      order: the nodes, in the order in which they are eliminated.
+      entries: number of entries of all tables together; the order with fewest is the best one.
+      largest: number of entries of the largest table.
+    """
 
     order: list[int]
     entries: int
@@ -325,8 +337,8 @@ class _Elimination:
         return changed
 
     def _link(self, a: int, b: int) -> set[int]:
-        """Adds an edge between two nodes. Returns their common neighbours, whose fill decreases by this edge; none
-        unless ``by_fill``.
+        """Adds an edge between the nodes ``a`` and ``b``. Returns their common neighbours, whose ``fill`` becomes
+        smaller since this edge is no longer missing; none unless ``by_fill``.
         """
         one, other = self.near[a], self.near[b]
         both: set[int] = set()
@@ -363,8 +375,12 @@ def _table_of(tensor: TensorForms, nodes: tuple[int, ...], costs: Sequence[Seque
     place = {n: i for i, n in enumerate(nodes)}
 
     def along(node: int | None, flags: Sequence[bool]) -> np.ndarray:
-        """Returns an array, broadcast along the other nodes, that is True where ``node`` has one of the flagged
-        options.
+        """Returns a boolean array with one dimension per node, all of size 1 but that of ``node``; it broadcasts over
+        the other nodes' options.
+
+        Args:
+          node: number of the node; None if it is fixed and so has no dimension.
+          flags: for each option of the node, the value of its element.
         """
         if node is None:
             return np.array(flags[0])
@@ -480,7 +496,15 @@ def _flow(
     forms: Sequence[Placement],
     prices: dict[tuple[Placement, Placement], float],
 ) -> dict[tuple[Placement, Placement], list[tuple[int, float]]]:
-    """Adds flow variables between a tensor's producer and one reader.
+    """Adds flow variables between a tensor's producer and one reader: one for each pair of a produced and a wanted
+    form.
+
+    Args:
+      taken: for each node, the variables of its options.
+      sources: the different forms in which the tensor may be produced.
+      reader: number of the node that reads it; None if the reader is fixed.
+      forms: the form that the reader wants for each of its options.
+      prices: (produced form, wanted form) -> cost of the change; infinite if it is impossible.
 
     Returns:
       For each pair (produced as p, wanted as q), the terms whose sum is 1 if the pair is chosen.
@@ -560,6 +584,6 @@ def _run_solver(table: _Columns, integral: int) -> np.ndarray:
             "no layouts were found for a split scope",
             given=f"solver status {highs.modelStatusToString(highs.getModelStatus())!r} (limit {_TIME_LIMIT_S:g} s)",
             expected="a layout for every operation",
-            action="put fewer operations under the scope, or name the dimension (`dim=`)",
+            action="put fewer operations under the wh.split scope, or name the dimension to split: wh.split(dim=..)",
         )
     return np.array(highs.getSolution().col_value)

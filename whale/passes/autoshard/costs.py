@@ -60,8 +60,14 @@ def node_costs(
 
 
 def _work(option: Strategy, touched: int, flops: int, parts: int) -> float:
-    """Returns the work of the rank with the most to do. Of a table that is whole on one rank only a share counts: other
-    tables keep other ranks busy.
+    """Returns the cost of an option's work on the rank that has most to do.
+
+    Of a table that is whole on one rank only a share, 1 / parts, counts: other tables keep the other ranks busy.
+
+    Args:
+      touched: bytes of the unsharded operands and results.
+      flops: FLOPs of the whole node; 0 if it is no product or convolution.
+      parts: number of ranks.
     """
     work = compute_cost(option, touched, flops)
     return work / parts if any(map(is_whole, option.inputs + option.outputs)) else work
@@ -115,11 +121,13 @@ def tensor_forms(
 def _rows_elsewhere(
     region: SplitRegion, node: Node, operand: int | None, forms: Sequence[Placement]
 ) -> frozenset[Placement]:
-    """Returns those of ``forms`` in which a node outside of the region could exchange rows by their ids at no extra
-    cost.
+    """Returns those of ``forms`` that a lookup or update outside of the region can use without a reshard, since it
+    exchanges rows with other ranks by their ids anyway.
 
     Args:
+      node: the node outside of the region.
       operand: number of the operand that holds the rows; None: the node's result holds them.
+      forms: the placements that the region may choose for the tensor with the rows.
     """
     rule, lies = find_rule(node.op), region.outside.strategies[node.name]
     op = make_op_view(region.program, node, region.parts)

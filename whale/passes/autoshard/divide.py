@@ -144,10 +144,13 @@ def _choose_among(
 
 
 def _choose_behind_tables(region: SplitRegion, strategies: Mapping[str, Strategy]) -> dict[str, Strategy]:
-    """Returns strategies for nodes outside of the region that read a table's rows from one rank: those they have
-    without such tables.
+    """Returns strategies for nodes outside of the region that read rows looked up in a table that is whole on one rank.
 
-    Propagation alone would put these nodes, and all that follow them, on that rank.
+    They get the strategies that they have when no scope is split, by name. Propagation alone would put these nodes, and
+    all that follow them, on the table's rank.
+
+    Args:
+      strategies: the strategies chosen for the nodes of the region.
     """
     found: dict[str, Strategy] = {}
     for node in region.nodes.values():
@@ -193,8 +196,10 @@ def _refuse_unbounded_expert_rows(region: SplitRegion) -> None:
 
 
 def _part_behind(region: SplitRegion, ref: Ref) -> Ref | None:
-    """Follows a tensor of dynamic size back to the op (DynamicPartition, slices) that takes its rows from a tensor of
-    known size; returns the op's result, None if there is no such op.
+    """Finds the part of a partitioned tensor from which a tensor of dynamic size is computed.
+
+    Follows the tensor back to an op (DynamicPartition, slice) that takes a dynamic number of rows out of a tensor of
+    known size. Returns this op's result; None if there is no such op.
     """
     program = region.program
     while None in (program.find_type(ref).shape or ())[:1]:

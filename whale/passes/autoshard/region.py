@@ -62,8 +62,8 @@ class SplitRegion:
         self.groups = {everyone, *self.group.values()}
 
     def cut_of_image(self, name: str) -> Shard | None:
-        """Returns the split of a convolution's result if its scope names image rows or columns, else None; in that case
-        the weight is replicated.
+        """Returns the split of a convolution's result whose scope names a spatial dimension (``wh.split(dim=..)`` of
+        rows or columns of images); the weight is replicated then. Returns None for other nodes.
         """
         node, scope = self.nodes[name], split_scope(self.nodes[name].scope)
         shape = node.outputs[0].shape

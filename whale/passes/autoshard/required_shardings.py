@@ -124,7 +124,7 @@ def _along(region: SplitRegion, candidates: Candidates, node: Node, handle: str,
         op=f"{node.name} ({node.op}), which reads {region.handles[handle].name}",
         given=f"dim={dim} of {list(shape)}" + (f", of size {size} over {parts} ranks" if size else ""),
         expected=f"a dimension of size {parts} or more" if size and size < parts else f"one of dimensions {works}",
-        action="name another dimension, leave dim out, or use fewer ranks",
+        action="name another dimension in wh.split(dim=..), leave `dim` out, or use fewer ranks",
     )
 
 
@@ -149,5 +149,5 @@ def _make_nothing_error(region: SplitRegion, scope: str) -> PlanError:
         "nothing under a split scope can be divided",
         given="; ".join(list(rows.values())[:4]),
         expected=f"weights with a dimension of size {parts} or more",
-        action="use fewer ranks or larger layers, or remove the scope",
+        action="use fewer ranks or larger layers, or remove the wh.split scope",
     )

@@ -162,11 +162,12 @@ def _unflatten(program: Program, ref: Ref) -> Ref:
 
 
 def is_along(placement: Placement, shape: Dims, at: int, lengths: Iterable[Shard]) -> bool:
-    """Returns True if ``placement`` shards a tensor of this shape along its sequence and nothing else.
+    """Returns True if ``placement`` shards a tensor along its sequence and nothing else.
 
     Args:
-      at: the sequence dimension of the activation, which may be flattened into rows in this tensor.
-      lengths: the splits of sequences of the scope's activations.
+      shape: shape of the tensor: [batch, sequence, ..], or flattened to [batch x sequence, ..].
+      at: the sequence dimension before flattening.
+      lengths: the splits of sequences of the scope's activations, with which a split of flattened rows is compared.
     """
     if not isinstance(placement, Shard):
         return False

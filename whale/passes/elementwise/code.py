@@ -86,14 +86,16 @@ class Instructions:
 def place_instructions(
     steps: tuple[Step, ...], final: tuple[Value, ...], results: tuple[Value, ...]
 ) -> tuple[str, ...] | None:
-    """Returns the instructions as lines of text, with registers for their results; None if there are too many temporary
-    values.
+    """Writes instructions as lines of text, and assigns registers to their results; returns None if there are too many
+    temporary values.
+
+    Registers are "n0", "n1", .. for new values of variables, "y0", .. for values that other nodes read, "z0", .. for
+    results of ``SUMS``, in their order, and "t0", .. for temporary values.
 
     Args:
       steps: the instructions.
-      final: the new value of each variable ("n0", "n1", ..).
-      results: the values that other nodes read ("y0", "y1", ..). Results of ``SUMS`` are written to "z0", "z1", .. in
-        their order.
+      final: the new value of each variable, in the order of "n0", "n1", ...
+      results: the values that other nodes read, in the order of "y0", "y1", ...
     """
     last: dict[Value, int] = {}
     for i, (_, operands) in enumerate(steps):

@@ -27,16 +27,16 @@ _Place = TypeVar("_Place")
 
 @dataclass(frozen=True, slots=True)
 class Accesses:
-    """Holds the reads and writes of each variable.
+    """Holds the reads and writes of each variable, to find out which reads see which value.
 
     Control edges order a variable's writes and all other accesses, so the program's order of nodes is a valid one, and
-    a variable's value at a node is identified by the number of writes before it.
+    a variable's value at a node is identified by the number of writes before it (its version).
 
     Attributes:
       handle: node that reads or writes one variable -> the variable's handle node.
-      version: the same node -> number of writes of the variable up to and including this node.
-      seen: handles of variables whose every access is known; handles that are passed in, or on to other nodes, are not
-        among them.
+      version: the same node -> version of the variable after this node: the number of writes up to and including it.
+      seen: handles of variables whose every access is known; handles that are arguments of the program, or are passed
+        on to other nodes, are not among them.
     """
 
     handle: dict[str, str]
@@ -225,9 +225,14 @@ def list_predecessors(node: Node) -> Iterable[str]:
 def join_places(
     program: Program, places: Mapping[str, _Place], alike: Callable[[_Place, _Place], bool]
 ) -> Callable[[str], str]:
-    """Groups connected nodes; returns a function that maps the name of a node in ``places`` to the name of its group.
+    """Groups connected nodes of like places, by union-find; returns a function that maps the name of a node to the name
+    of its group.
 
     Two nodes are in one group if one waits for the other and ``alike`` returns True for their places.
+
+    Args:
+      places: name of each node to group -> its place, a key of the calling pass.
+      alike: a function that compares two places.
     """
     parent = {name: name for name in places}
 

@@ -26,8 +26,12 @@ from whale.passes.elementwise.units import Accesses, Unit, is_row
 
 @dataclass(frozen=True, slots=True)
 class UpdatePart:
-    """Represents the part of an operation for one variable (or several that have to be updated together): a unit and
-    its arithmetic.
+    """Represents one part of a WhaleUpdate operation: the update of one variable, or of several that have to be updated
+    together.
+
+    Attributes:
+      unit: the nodes that the part replaces.
+      does: what they compute, as text; parts with equal text join one operation.
     """
 
     unit: Unit

@@ -82,7 +82,8 @@ def gather_at_use(program: Program, min_bytes: int, ahead: int) -> Program:
 
 
 def _is_of_parts(program: Program, reader: Node) -> bool:
-    """Returns True if shards suffice for ``reader``: products and lookups depend on its result only through a scalar.
+    """Returns True if ``reader`` can read its rank's shard of a weight, so that no all-gather is needed: matrix
+    products, lookups, loops and branches depend on its result only through a scalar.
 
     Examples are the norm of a weight in a loss, and the gradient of that norm.
     """
@@ -102,8 +103,13 @@ def _is_of_parts(program: Program, reader: Node) -> bool:
 
 
 def _uses(program: Program, read: Node, chain: tuple[Node, ...], kept: Collection[str]) -> Iterator[_Use]:
-    """Yields the uses of a value, looking through nodes that only hand it on; nodes in ``kept`` count as uses
-    themselves.
+    """Yields the uses of a variable's value, looking through nodes that only hand it on (casts, reshapes).
+
+    Args:
+      read: the node that reads the variable.
+      chain: the nodes between ``read`` and the value whose readers are listed, in order.
+      kept: names of nodes that hand the value on but count as uses themselves, since other nodes wait for them or the
+        program returns them.
     """
     value = Ref((chain or (read,))[-1].name)
     for reader, operand in program.consumers.get(value, ()):

@@ -146,7 +146,10 @@ class _Forward:
         return found
 
     def _around(self, again: set[str]) -> dict[str, int]:
-        """Maps each node that is not recomputed to the number of recomputed segments on the way to it.
+        """Numbers the nodes that are kept when the user marked what is recomputed: maps each to the number of
+        recomputed segments on the longest path to it.
+
+        Kept nodes with equal numbers are checkpoints between the same two segments.
 
         Args:
           again: names of the recomputed nodes.
@@ -168,8 +171,8 @@ class _Forward:
         return found
 
     def number_sent(self) -> dict[str, int]:
-        """Maps the tensors that a stage sends to another one, as checkpoints, to numbers of their stages in program
-        order.
+        """Chooses the tensors that a stage sends to another one as checkpoints. Maps each of their nodes to the number
+        of its stage, in program order.
         """
         found: dict[str, int] = {}
         numbers: dict[str, int] = {}
@@ -223,11 +226,13 @@ class _Forward:
 
 
 def _cuts(held: list[int], alive: list[int], wanted: float) -> list[int]:
-    """Returns the positions at which segments of about ``wanted`` bytes end, where few bytes are alive.
+    """Cuts the forward pass into segments of about ``wanted`` bytes; returns the positions where segments end, chosen
+    where few bytes are alive.
 
     Args:
-      held: for each position of the forward pass, bytes that the backward pass reads of its node.
+      held: for each position of the forward pass, bytes of its node's results that the backward pass reads.
       alive: for each position, bytes of the tensors that later nodes read.
+      wanted: bytes that the backward pass reads of one segment.
     """
     found: list[int] = []
     total, best = 0, -1
@@ -244,7 +249,12 @@ def _cuts(held: list[int], alive: list[int], wanted: float) -> list[int]:
 
 
 def _peak_held(held: list[int], alive: list[int], cuts: list[int]) -> int:
-    """Returns the peak bytes during the backward pass: checkpoints so far and one recomputed segment."""
+    """Returns the peak bytes during the backward pass: the checkpoints so far and one recomputed segment.
+
+    Args:
+      held, alive: as of ``_cuts``.
+      cuts: positions where segments end, as returned by ``_cuts``.
+    """
     most = checkpoints = start = 0
     for cut in (*cuts, len(held) - 1):
         most = max(most, checkpoints + sum(held[start : cut + 1]))
@@ -329,8 +339,11 @@ class _Copies:
         return found
 
     def _depths(self) -> dict[str, int]:
-        """Maps each node to the number of the last segment that it depends on; to -1 if it depends on variables and
-        constants only.
+        """Maps each node, forward or backward, to the number of the last segment that it depends on; to -1 if it
+        depends on variables and constants only.
+
+        A gradient with a number above that of a segment comes from after the segment, which the segment's copies can
+        wait for.
         """
         end = max(self.numbers.values()) + 1
         found: dict[str, int] = {}
@@ -384,12 +397,12 @@ class _Copies:
         return None
 
     def _arrives(self, name: str, number: int, reached: set[str], first: int) -> bool:
-        """Returns True if a node yields a gradient from after segment ``number``, without depending on the segment's
-        copies.
+        """Returns True if the copies of segment ``number`` can wait for the node ``name``: it is a backward node that
+        yields a gradient from after the segment, before the copies are read and without depending on them.
 
         Args:
           reached: names of backward nodes, and copied nodes, that depend on the copies.
-          first: position of the first node that reads a copy.
+          first: position in the program of the first node that reads a copy.
         """
         return (
             name in self.forward.backward

@@ -114,9 +114,15 @@ def _is_number(variable: Variable) -> bool:
 
 
 def _refuse_whole(uses: Mapping[str, Sequence[Use]], group: Sequence[Variable], parts: int, min_bytes: int) -> None:
-    """Raises PlanError if a weight has a dimension that could be sharded, but is used in a way that does not allow it.
+    """Raises PlanError if a weight is used in a way that rules out every split of its dimensions, such as an update
+    inside a loop.
 
-    Variables that steps write at indices (buffers, such as queues) are accepted, and stay replicated.
+    Accepted, and replicated, are weights too small to be sharded, weights without a dimension of one index or more per
+    rank, and variables that steps write at indices (buffers, such as queues).
+
+    Args:
+      uses: handle node -> the nodes that use the variable.
+      group: the weights that could not be sharded, which one op updates together.
     """
     for variable in group:
         t = variable.type
@@ -160,10 +166,15 @@ def _common(
     known: Mapping[str, Placement],
     later: Collection[int],
 ) -> Shard | None:
-    """Returns the split that all variables of a group support, along the first dimension that allows one; None: they
-    stay replicated.
+    """Returns the split that all variables of a group (one op updates them together) support, along the first dimension
+    that allows one; None: they stay replicated.
 
     Args:
+      uses: handle node -> the nodes that use the variable.
+      variables: the group.
+      parts: number of ranks that share the state.
+      min_bytes: a group without a larger variable stays replicated.
+      known: handle node -> placement that an earlier program of the run has fixed.
       later: dimensions that later mesh axes shard, which are avoided: collectives along one axis then do not involve
         the other.
     """
@@ -285,8 +296,15 @@ class _Updates:
         wanted: Sequence[Placement | None] = (),
         output: int = 0,
     ) -> Strategy | None:
-        """Returns the first strategy of the node that takes ``operand`` as in ``current`` or, if that is None, yields
-        ``output`` as in ``wanted``; None if there is none.
+        """Returns the first strategy that the node's rule allows for a given placement of one tensor; None if there is
+        none.
+
+        Args:
+          current: placements of the operands.
+          operand: number of the operand that must keep its placement in ``current``; None: ``output`` must get its
+            placement in ``wanted``.
+          wanted: placements of the results; None: any will do.
+          output: number of a result.
         """
         rule = find_rule(node.op)
         if rule is None:

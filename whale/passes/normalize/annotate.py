@@ -147,10 +147,14 @@ def _is_between(program: Program, node: Node, path: str) -> bool:
 
 
 def _map_served(program: Program, of_variable: Mapping[str, str]) -> dict[str, frozenset[str]]:
-    """Maps each node to the scopes of the variables whose updates it contributes to; "" stands for any other use, such
-    as a fetched result.
+    """Maps each node to the scopes of the variables whose updates depend on it; "" among them stands for any other use,
+    such as a fetched result.
 
-    A variable without a scope (an optimizer's state) counts as the uses of what is read from it.
+    ``_leave_split_scopes`` keeps a node in a split scope only if it serves no variable outside. A variable without a
+    scope (an optimizer's state) counts as the uses of what is read from it.
+
+    Args:
+      of_variable: handle node -> the variable's scope.
     """
     handles = program.variable_of
     leads: dict[str, frozenset[str]] = {}

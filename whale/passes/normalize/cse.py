@@ -54,8 +54,8 @@ def share_scalars(program: Program) -> Program:
 
 
 def _find_behind_updates(program: Program) -> set[str]:
-    """Returns the names of nodes from which operands of updates are computed element by element, and of the scalars
-    that these nodes read.
+    """Returns the names of the nodes that compute operands of updates element by element, and of the scalars that these
+    nodes read. ``share_scalars`` merges equal ones among these scalars.
     """
     found: set[str] = set()
     nodes = program.by_name
@@ -86,7 +86,8 @@ def _may_be_shared(node: Node, handles: Mapping[str, Variable]) -> bool:
 
 
 def _values(attrs: Mapping[str, Any], known: dict[Hashable, int]) -> int:
-    """Returns a number that is equal for attributes with which nodes behave equally; -1 if equality cannot be decided.
+    """Returns a number that identifies the attributes of a node: nodes of one op with equal numbers compute the same
+    from the same operands. Returns -1 if equality cannot be decided.
 
     Args:
       known: the numbers assigned so far; a new one is added.

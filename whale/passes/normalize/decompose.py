@@ -96,7 +96,8 @@ def _check_pair(program: Program, gradient: Node, chosen: set[str]) -> None:
             op=gradient.name,
             given=f"only {forward.name if forward.name in chosen else gradient.name} is selected",
             expected=f"both or none of {forward.name} and {gradient.name}",
-            action="let `predicate` return the same for both nodes",
+            action="call decompose with a `predicate` that returns the same for both nodes; if a run or plan stops "
+            "here, this is a fault of Whale: please report it with the program (WHALE_DEBUG_DUMP=FOLDER writes it)",
         )
 
 

@@ -138,7 +138,8 @@ class _Splice:
                 op=call.name,
                 given=f"{len(given)} arguments",
                 expected=f"{len(body.inputs)} arguments of {body.name}",
-                action="capture the program again",
+                action="capture the program again; if it stops here once more, this is a fault of Whale: please report "
+                "it with the program (WHALE_DEBUG_DUMP=FOLDER writes it)",
             )
         arguments = dict(zip(body.inputs, given))
         names = {n.name: self._name(f"{call.name}/{n.name}") for n in body.nodes if n.name not in arguments}

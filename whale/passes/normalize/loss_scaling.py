@@ -107,8 +107,14 @@ class _Skipper:
         return found
 
     def _counters(self, behind: Collection[str]) -> set[str]:
-        """Returns updates of counters such as `iterations`: they depend on neither gradients nor inputs, but updates
-        that do read their variables.
+        """Returns updates of counters such as an optimizer's `iterations`, which are skipped with the gradients'
+        updates.
+
+        They depend on neither gradients nor inputs of the step, and an update that does depend on gradients reads their
+        variable.
+
+        Args:
+          behind: names of the nodes that depend on gradients.
         """
         before = {n.name for n in self.gradients}
         for node in reversed(self.program.nodes):
@@ -152,7 +158,7 @@ class _Skipper:
         }
 
     def _answer(self) -> Ref:
-        """Adds nodes that compute whether all gradients are finite; returns the flag."""
+        """Adds nodes that compute whether all gradients are finite; returns the result, a boolean scalar."""
         each: list[Ref] = []
         for i, node in enumerate(self.gradients):
             t = node.outputs[0]

@@ -71,8 +71,8 @@ def _list_bodies(program: Program) -> Iterator[str]:
 
 
 def _take_first_results(graph: Program, loops: bool) -> Program:
-    """Returns the graph with such ops marked to run on every rank, and an Identity behind each result that takes the
-    first rank's value.
+    """Returns the graph with ops that change objects of the script marked to run on every rank. Behind each of their
+    results an Identity is added that yields the first rank's value on all ranks.
 
     Args:
       loops: whether the program loops over datasets or iterators; only then are iterators read on every rank.
@@ -162,8 +162,12 @@ def find_hidden_updates(program: Program, node: Node) -> dict[str, Node]:
 
 
 def _find_updated_arguments(program: Program, body: Program, seen: set[str]) -> dict[str, Node]:
-    """Maps the arguments of a function that are variables updated in it, or in functions that it calls, to the updating
-    op.
+    """Maps the arguments of a function that are variables to the op that updates them, in it or in functions that it
+    calls; arguments that nothing updates are left out.
+
+    Args:
+      body: the function.
+      seen: names of the functions that the search comes from, which are not entered again.
     """
     found: dict[str, Node] = {}
     if body.name in seen:

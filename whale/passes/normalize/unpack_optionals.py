@@ -1,9 +1,9 @@
 """Passes values that a branch saves for its gradient as tensors instead of optionals.
 
 TensorFlow passes values from the branch that was taken to the gradient's branch in optionals. One optional contains a
-different value in each alternative: values of different shapes and layouts share a slot without a static type. This
-pass gives each saved value a result and an argument of its own, so that it can be sharded; an alternative that does not
-save it yields zeros, which nobody reads.
+different value in each alternative of the branch, so that the result which holds it has no static type. This pass gives
+each saved value a result and an argument of its own, so that it can be sharded; an alternative that does not save it
+yields zeros, which nobody reads.
 """
 
 from __future__ import annotations
@@ -96,8 +96,13 @@ def _origin(graph: Program, ref: Ref) -> Node:
 
 def _readers(graph: Program, functions: Mapping[str, Program], producer: Node, index: int,
              saved: list[tuple[Ref, ...] | None]) -> tuple[tuple[str, int], ...] | None:  # fmt: skip
-    """Returns the arguments of other branch nodes that take the slot; None if it cannot be unpacked, since something
-    else reads it.
+    """Returns the arguments of other branch nodes that take an optional, as (node, number of the operand); None if it
+    cannot be unpacked, since something else reads it.
+
+    Args:
+      producer: the branch node that yields the optional.
+      index: number of its result.
+      saved: for each alternative, the values in its optional; None: unknown, so that it cannot be unpacked.
     """
     if any(s is None for s in saved):
         return None
@@ -176,7 +181,9 @@ def _replace_slot(graph: Program, functions: dict[str, Program], slot: _Slot) ->
 
 
 def _insert(items: tuple, places: list[int], values: list) -> tuple:
-    """Returns ``items`` with ``values`` at ``places``: the first replaces an item, the others are appended."""
+    """Returns ``items`` (arguments, or types of results) with ``values`` at the indices ``places``: the first value
+    replaces the item at its index, the others are appended.
+    """
     result = list(items) + [None] * (len(places) - 1)
     for place, value in zip(places, values):
         result[place] = value
@@ -216,8 +223,12 @@ def _add_arguments(body: Program, argument: int, types: list[TensorType], mine: 
 
 
 def _read_arguments(node: Node, moved: Mapping[Ref, Ref], gone: set[str]) -> Node:
-    """Returns a node that reads arguments instead of values taken from optionals, and no longer waits for the removed
+    """Returns a node that reads arguments instead of values taken from optionals, and no longer waits for removed
     nodes.
+
+    Args:
+      moved: value taken from an optional -> the argument that replaces it.
+      gone: names of the removed nodes.
     """
     return replace(
         node,

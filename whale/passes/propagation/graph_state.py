@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from whale.errors import PlanError
-from whale.ir.layout import FIRST, B, Partial, Placement, Replicate, Shard, Strategy, shard
+from whale.ir.layout import FIRST, NOTATION, B, Partial, Placement, Replicate, Shard, Strategy, shard
 from whale.ir.program import Node, Program, Ref
 from whale.ir.values import UNMOVABLE
 from whale.passes.analysis.rank_groups import RankGroups
@@ -30,10 +30,10 @@ class Axis:
       parts: size of the mesh axis.
       semantics: where results may differ from one device (batch statistics only in the program itself, not in
         functions).
-      rows: size of the batch -> how it is sharded.
+      rows: number of rows of a batch input -> how they are sharded; tensors with as many rows are sharded alike.
       groups: the sharding of rows under scopes that name ranks.
       whole: (graph, tensor) pairs that must be replicated, because a reader needs all of a tensor that cannot be sent.
-      layouts: of function bodies, collected on the way.
+      layouts: layouts of function bodies, by name, added as they are propagated.
     """
 
     root: Program
@@ -123,12 +123,17 @@ class GraphState:
         return Strategy(inputs, (FIRST,) * len(node.outputs), why, once=True)
 
     def track_batch(self, node: Node, chosen: Strategy, current: Sequence[Placement]) -> None:
-        """Shards results by the batch's rows again after an op that had to read all rows.
+        """Makes readers find results sharded by the batch's rows again, after an op that had to read all rows.
 
         If a replicated result has a dimension as large as the sharded one that it was computed from, readers find it
         sliced along that dimension. A slice costs nothing and is correct whatever the dimension means. The search goes
         on through later nodes: two halves of the batch that are concatenated again, or rows that a loop stacked, are
         the batch once more.
+
+        Args:
+          node: the op.
+          chosen: its strategy.
+          current: the placements in which it found its operands.
         """
         if not self.origins and Shard not in map(type, current):
             return
@@ -182,6 +187,7 @@ def cannot_be_sent(needed: NeededWhole) -> PlanError:
         "an operation reads a whole value that is divided over ranks and can neither be sent nor be replicated",
         op=f"{needed.reader.name} ({needed.reader.op})",
         given=needed.given,
+        notation=NOTATION,
         expected="operands that every rank has",
-        action="compute it outside of the step, or outside of the `with wh.split():` that it is in",
+        action="compute the value outside of the step, or move the operation out of the `with wh.split():` it is in",
     )

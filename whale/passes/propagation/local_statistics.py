@@ -223,11 +223,12 @@ def _spread_behind(program: Program, ref: Ref) -> str | None:
 
 
 def half_local(program: Program, layout: GraphLayout, statistics: LocalStatistics) -> set[Ref]:
-    """Returns the means of moments that are local in the forward pass but reduced over all ranks on the way to sharded
-    rows.
+    """Returns the means of moments that are per rank in the forward pass, while the backward pass would need those of
+    the whole batch.
 
-    Their gradient is written in a form that is not recognised, and would be that of the whole batch. The caller
-    propagates again with these moments taken of the whole batch in both directions.
+    That is so if a tensor computed from the moments is reduced over all ranks before sharded rows use it: their
+    gradient is written in a form that is not recognised. The caller propagates again with these moments taken of the
+    whole batch in both directions.
     """
     moments = {id(m): m for m in statistics.statistic.values() if type(layout.place(m.mean)) is PerRank}
     maker = {ref: m for m in moments.values() for ref in m.made}
@@ -260,10 +261,12 @@ AS_ONE_DEVICE = Semantics()
 
 @dataclass
 class PerRankRows:
-    """Handles per-rank values in the propagation of one graph.
+    """Handles values that differ between ranks (batch statistics of their own rows, random rows) in the propagation of
+    one graph.
 
     Attributes:
-      rows: size of the batch -> how it is sharded.
+      semantics: which values may differ.
+      rows: number of rows of a batch input -> how they are sharded.
       groups: the sharding of rows under scopes that name ranks.
       lies: per-rank mean -> the placement of the rows that it is computed from.
     """
@@ -278,6 +281,9 @@ class PerRankRows:
     def options(self, rule: LineRule, op: OpView, current: Sequence[Placement]) -> list[Strategy]:
         """Returns the strategies that the rule allows, adapted where operands are per-rank values or each rank draws
         its own random rows.
+
+        Args:
+          current: placements of the operands.
         """
         drawn = self._stream(rule, op, current) if self.semantics.streams and rule.local_stream else None
         if drawn is not None:
@@ -316,6 +322,9 @@ class PerRankRows:
     def spread(self, node: Node, produced: Sequence[Placement]) -> Strategy | None:
         """Returns the strategy of a node that broadcasts per-rank statistics over the rank's own rows; None for other
         nodes.
+
+        Args:
+          produced: the placements in which the operands leave their producers.
         """
         known = self.semantics.statistics
         moments = known.spread.get(node.name) if known is not None else None

@@ -132,7 +132,9 @@ def _widens(program: Program, node: Node) -> bool:
 
 
 def _contributions(program: Program, layout: GraphLayout) -> set[str]:
-    """Returns nodes whose partial sums are combined with, or become, per-rank values, and so must stay partial."""
+    """Returns the nodes whose partial sums must not be reduced early: the sums are combined with, or become, per-rank
+    values, which stand for each rank's own contribution.
+    """
     stack: list[str] = []
     for node in program.nodes:
         strategy = layout.strategies[node.name]
@@ -284,7 +286,10 @@ class Network:
                         raise PlanError(
                             "no legal plan: a sum would have to be both replicated and partial",
                             op=next((str(p) for p in way[1:-1]), ""),
-                            action="this is a fault of Whale: please report it, with the script",
+                            given="a partial sum that one reader must have reduced and another one must not",
+                            expected="a place where the sum can be reduced for each of its readers",
+                            action="this is a fault of Whale: please report it with the program "
+                            "(WHALE_DEBUG_DUMP=FOLDER writes it)",
                         )
                     for a, b in steps:
                         left[a][b] -= flow

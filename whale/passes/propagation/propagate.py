@@ -21,7 +21,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from types import MappingProxyType
 
 from whale.errors import PlanError
-from whale.ir.layout import FIRST, B, Partial, PerRank, Placement, RankZero, Replicate, Shard, Strategy
+from whale.ir.layout import FIRST, NOTATION, B, Partial, PerRank, Placement, RankZero, Replicate, Shard, Strategy
 from whale.ir.ops import BRANCHES, HAS_BODIES, LOOPS
 from whale.ir.program import Node, Program, Ref
 from whale.ir.values import UNMOVABLE, Func
@@ -93,7 +93,14 @@ def _propagate(
     gathered: Collection[str],
     model: ReferencePlan | None,
 ) -> dict[str, GraphLayout]:
-    """Propagates once; ``whole`` are the (graph, tensor) pairs that must be computed on every rank."""
+    """Propagates placements through the program and its functions once; the other arguments are those of ``propagate``.
+
+    Args:
+      whole: the (graph, tensor) pairs that must be replicated, found by earlier rounds.
+
+    Raises:
+      NeededWhole: one more tensor must be replicated.
+    """
     rows = {p.extent: p for p in batch.values() if type(p) is Shard}
     axis = Axis(program, parts, semantics, rows, RankGroups(program, parts, rows), whole, {})
     main = GraphState(axis, "")
@@ -178,8 +185,14 @@ class Propagation:
                 preferred[Ref(node.name)] = B
 
     def _is_gathered(self, node: Node, given: bool) -> bool:
-        """Returns True if a node yields a weight that is sharded only between steps and is gathered here: at one use,
-        or once for the step.
+        """Returns True if readers find the result of ``node`` gathered: it yields a weight that is sharded only between
+        steps.
+
+        The weight is gathered either at one of its uses (an Identity marked ``gathered_at_use``), or where it is read,
+        once for the step.
+
+        Args:
+          given: whether the node's strategy was decided before.
         """
         if node.op == "Identity":
             return node.marks.gathered_at_use and type(self.state.layout.strategies[node.name].outputs[0]) is Shard
@@ -248,8 +261,9 @@ def _loop(graph: GraphState, node: Node, current: Sequence[Placement], walk: Wal
             "the layouts of a loop's variables do not converge",
             op=f"{node.name} ({node.op})",
             given=", ".join(map(str, state)),
+            notation=NOTATION,
             expected="for each variable a placement that the body returns as it got it",
-            action="this is a fault of Whale: please report it with the program, which `WHALE_DEBUG_DUMP=dir` writes",
+            action="this is a fault of Whale: please report it with the program (WHALE_DEBUG_DUMP=FOLDER writes it)",
         )
     for ref, placement, of_one in zip(function.outputs, state, names):
         inner.need(ref, placement, node, of_one)
@@ -294,11 +308,13 @@ def _branch(graph: GraphState, node: Node, current: Sequence[Placement], walk: W
 
 
 def _join_turns(state: Placement, out: Placement, dtype: str, free: bool) -> Placement:
-    """Returns the placement of a loop variable for the next iteration, when the body gets it as ``state`` and yields it
-    as ``out``.
+    """Returns the placement of a loop variable for the next round of the fixpoint.
 
     Args:
-      free: the initial value can be created in any placement.
+      state: the placement in which the body gets the variable in this round.
+      out: the placement in which the body then returns it.
+      dtype: dtype of the variable; some (lists, strings) cannot be resharded.
+      free: whether the initial value can be created in any placement.
     """
     if state == out or type(out) is RankZero:
         return state

@@ -102,7 +102,7 @@ def is_all_gather(r: Reshard) -> bool:
 
 def is_of_whole_table(r: Reshard) -> bool:
     """Returns True if a reshard collects a sharded tensor on one rank, or scatters it from one rank, along the same
-    dimension.
+    dimension. Exchanges with an embedding table that is whole on one rank are of this kind.
     """
     have, want = r.source, r.target
     if not isinstance(have, Shard) or not isinstance(want, Shard) or have.dim != want.dim:
@@ -162,7 +162,11 @@ def fuse_sums(program: Program, group_bytes: int, order: Mapping[str, int], axes
 
 
 def _along(program: Program, group_bytes: int, order: Mapping[str, int], ranks: tuple[int, ...]) -> list[list[Node]]:
-    """Returns the groups of all-reduces over ``ranks`` that are to be fused, each of two or more nodes."""
+    """Returns the groups of all-reduces over ``ranks`` that are to be fused, each of two or more nodes.
+
+    Args:
+      group_bytes, order: as of ``fuse_sums``.
+    """
     over = [n for n in program.nodes if n.op == ALL_REDUCE and tuple(n.attrs["ranks"]) == ranks]
     joining = {n.name for n in over if _may_join(program, n, group_bytes)}
     if len(joining) < 2:
@@ -221,12 +225,16 @@ def _fuse_group(program: Program, groups: list[list[Node]]) -> Program:
 
 
 def sums_to_join(program: Program, plan: Plan) -> dict[str, tuple[Reshard, Node]]:
-    """Maps the key of an all-reduce along earlier axes to the all-reduce along the axis of ``plan`` next to it (as a
-    reshard), and its own node.
+    """Finds pairs of all-reduces that can be merged: one along an earlier mesh axis, the other along the axis of
+    ``plan``, and the second sums the result of the first.
 
     Args:
       program: the plan's expanded program, in which all-reduces along earlier axes are nodes; that of the first
         coordinates of these axes.
+
+    Returns:
+      Key of the all-reduce along the earlier axis -> (the all-reduce along the plan's axis, as a reshard; the node of
+      the one along the earlier axis).
     """
     sums: dict[tuple[str, Ref], list[Reshard]] = {}
     for r in plan.reshards:
@@ -303,8 +311,11 @@ def _join_in_graph(program: Program, keys: Collection[str], axis: str) -> Progra
 
 
 def _takes_up(one: Node, node: Node, keys: Collection[str]) -> bool:
-    """Returns True if ``one``, an all-reduce along earlier axes, is to be merged with ``node``: its key is chosen, and
-    reduction and wire dtype agree.
+    """Returns True if ``one``, an all-reduce along earlier axes, is to be merged with the all-reduce ``node``: they
+    have the same reduction and wire dtype.
+
+    Args:
+      keys: keys of the all-reduces along earlier axes that are to be merged.
     """
     alike = all(one.attrs.get(name) == node.attrs.get(name) for name in ("reduction", "wire_dtype"))
     return str(one.attrs.get("key", "")) in keys and _is_one_sum(one) and alike

@@ -91,8 +91,16 @@ def find_waited_for(program: Program, layout: GraphLayout, reshards: tuple[Resha
     moves_after: set[str] = set()
 
     def follow(ref: Ref, placement: Placement, leads_on: bool) -> bool:
-        """Returns True if data move between the producer of ``ref`` and its form ``placement``, or later
-        (``leads_on``); collects the reshards on the way that have movement after them.
+        """Follows the reshards that lead to one operand, from its reader back to its producer.
+
+        Adds to the result the reshards behind which another one moves data.
+
+        Args:
+          placement: the placement in which the reader takes ``ref``.
+          leads_on: whether data move behind the reader.
+
+        Returns:
+          Whether data move behind the producer of ``ref``.
         """
         r = by_target.get((ref, placement))
         while r is not None:

@@ -173,8 +173,8 @@ def _drop_handles(program: Program, direct: frozenset[str]) -> Program:
 
 
 def partners(program: Program, rank: int, size: int) -> tuple[int, int]:
-    """Counts what the device of ``rank`` communicates with: groups of ranks in collectives, and single ranks in
-    messages and all-to-alls.
+    """Counts what the device of ``rank`` communicates with, from which NCCL's memory is predicted: groups of ranks in
+    collectives, and single ranks in messages and all-to-alls.
 
     Args:
       program: the rank's program before `on_devices`.
@@ -301,7 +301,13 @@ def _gather_one_by_one(graph: Program) -> Program:
 
 
 def _on_device(node: Node, comm: str, rank: int, in_stream: bool) -> Node:
-    """Replaces a communication op by its device op, which takes no handle of the communicator but its name."""
+    """Returns the device op that replaces a communication op; it takes the communicator's name instead of its handle.
+
+    Args:
+      comm: name of the communicator.
+      rank: the rank that runs the node.
+      in_stream: only the device's stream waits for the op, and not the host (see ``find_in_stream``).
+    """
     attrs = {**node.attrs, "communicator": comm, "rank": rank}
     if in_stream:
         attrs["in_stream"] = True

@@ -17,7 +17,7 @@ from graphlib import CycleError, TopologicalSorter
 import numpy as np
 
 from whale.errors import PlanError
-from whale.ir.layout import FIRST, P_SUM, B, Partial, PerRank, Placement, RankZero, Replicate, Shard, Strategy
+from whale.ir.layout import FIRST, NOTATION, P_SUM, B, Partial, PerRank, Placement, RankZero, Replicate, Shard, Strategy
 from whale.ir.ops import BRANCHES, FUSED_UPDATE, HAS_BODIES, LOOPS
 from whale.ir.plan import Plan
 from whale.ir.program import Node, Program, Ref, Variable
@@ -39,7 +39,10 @@ from whale.sharding_rules.nn.attention import RINGS, count_ring_bytes
 from whale.sharding_rules.nn.norm import make_per_rank_moments
 from whale.sharding_rules.registry import is_decided_by_types
 
-_AGAIN = "make the plan again with `whale plan`"
+_AGAIN = (
+    "make the plan again with `whale plan`; if Whale has just made it, this is a fault of Whale: please report it with "
+    "the program (WHALE_DEBUG_DUMP=FOLDER writes it)"
+)
 
 
 def check(program: Program, plan: Plan) -> None:
@@ -57,7 +60,7 @@ def check(program: Program, plan: Plan) -> None:
                 "the plan refers to a function that the program lacks",
                 given=graph,
                 action=_AGAIN,
-                expected=", ".join(program.functions) or "no functions",
+                expected=f"one of the program's functions: {', '.join(program.functions) or 'it has none'}",
             )
     _check_reshards(program, plan)
     local = {b.name: b.placement for b in plan.batch_inputs if b.local}
@@ -67,7 +70,12 @@ def check(program: Program, plan: Plan) -> None:
 
 def _fail(node: Node, given: object, expected: object) -> PlanError:
     return PlanError(
-        "the plan is not legal", op=f"{node.name} ({node.op})", given=given, expected=expected, action=_AGAIN
+        "the plan is not legal",
+        op=f"{node.name} ({node.op})",
+        given=given,
+        expected=expected,
+        notation=NOTATION,
+        action=_AGAIN,
     )
 
 
@@ -115,8 +123,8 @@ def _check_graph(root: Program, program: Program, graph: str, arguments: Sequenc
         raise PlanError(
             "the plan is not legal",
             op=graph or program.name,
-            given=f"{len(returned)} output placements",
-            expected=f"{len(program.outputs)}",
+            given=f"{len(returned)} placements of outputs",
+            expected=f"{len(program.outputs)}, one for each output",
             action=_AGAIN,
         )
     for ref, placement in zip(program.outputs, returned):
@@ -201,7 +209,7 @@ def _check_reshards(program: Program, plan: Plan) -> None:
             raise PlanError(
                 "the plan reshards a tensor that the program lacks",
                 action=_AGAIN,
-                given=f"{r.ref} of {r.graph or program.name}",
+                given=f"tensor {r.ref} of {r.graph or program.name}",
                 expected="an output of one of its nodes",
             )
         if r.key in keys:
@@ -213,7 +221,7 @@ def _check_reshards(program: Program, plan: Plan) -> None:
             raise _fail(node, given, "no reshard: these rows stay on the ranks that own them")
         if not direct or (isinstance(r.source, Partial) and isinstance(r.target, Partial)):
             given = f"a reshard of {r.ref} from {r.source} to {r.target}"
-            raise _fail(node, given, f"two reshards: to B (replicated), and from B to {r.target}")
+            raise _fail(node, given, f"two reshards: to replicated (B), and from that to {r.target}")
         if r.backend != "whale" and not (r.backend == "horovod" and horovod_can(program, r)):
             given = f"{r.ref} from {r.source} to {r.target} through the backend {r.backend!r}"
             raise _fail(node, given, "'whale', or 'horovod' for an all-reduce sum that is not in a loop or branch")
@@ -230,10 +238,11 @@ def _check_reshards(program: Program, plan: Plan) -> None:
 
 
 def _check_contributed(program: Program, graph: str, node: Node, plan: Plan) -> None:
-    """Checks that the partial sums which ``node`` combines with per-rank values are each rank's own contribution.
+    """Checks that the partial sums which ``node`` combines with per-rank values are sums of each rank's own
+    contribution.
 
-    A per-rank value ("own") stands for a sum over ranks that is not taken. A partial sum that was reduced and split up
-    again on the way would add something else to it.
+    A per-rank value ("own") stands for a sum over ranks that has not been computed. A partial sum that was reduced on
+    the way and split up again no longer consists of the ranks' own contributions, and the result would be wrong.
     """
     strategies, seen = plan.strategies[graph], set()
     stack = list(zip(node.inputs, strategies[node.name].inputs))
@@ -256,7 +265,7 @@ def _check_contributed(program: Program, graph: str, node: Node, plan: Plan) -> 
             and P_SUM not in (before.source, placement)
         ):
             given = f"{ref} resharded from {before.source} to {placement}"
-            raise _fail(made, given, "P(sum): values that differ between ranks are combined by sums only")
+            raise _fail(made, given, "partial sums, P(sum): values that differ between ranks are combined by sums only")
         if isinstance(strategies[made.name].outputs[ref.index], Partial):
             stack += zip(made.inputs, strategies[made.name].inputs)
 
@@ -276,8 +285,8 @@ def _check_legal(program: Program, node: Node, strategy: Strategy, plan: Plan, k
 
 
 def _what_is_legal(program: Program, node: Node, strategy: Strategy) -> Hashable | None:
-    """Returns a cache key for the legality of a strategy, or None if legality depends on more than op, types and
-    strategy.
+    """Returns a key for the cache of legal strategies: nodes with equal keys are all legal or all illegal. Returns None
+    if legality depends on more than op, types and strategy.
 
     Strategies and types are compared by identity: plan and program keep them alive.
     """
@@ -303,7 +312,7 @@ def _check_strategy(program: Program, node: Node, strategy: Strategy, plan: Plan
     whole = all(p == B for p in strategy.inputs + strategy.outputs)
     if strategy.once:
         if not all(p == FIRST for p in strategy.outputs) or not all(p in (B, FIRST) for p in strategy.inputs):
-            raise _fail(node, strategy, "B or O operands and O results on the first rank")
+            raise _fail(node, strategy, "results on the first rank only (O), and operands replicated (B) or likewise O")
         if node.stateful and FIRST not in strategy.inputs and _runs_everywhere(program, node, strategy, parts):
             raise _fail(node, f"{strategy}, on the first rank only", "on every rank: what it changes is on all of them")
         return
@@ -316,10 +325,10 @@ def _check_strategy(program: Program, node: Node, strategy: Strategy, plan: Plan
         # Along the axis of micro-batches a replicated node runs once, before or after the micro-batches.
         everywhere = node.marks.on_every_rank or plan.microbatched
         if node.stateful and not everywhere and not has_variable_handle(program, node):
-            raise _fail(node, strategy, "O: on the first rank only, since the op is stateful and has no sharding rule")
+            raise _fail(node, strategy, "on the first rank only (O), since the op is stateful and has no sharding rule")
         return
     if rule is None:
-        raise _fail(node, strategy, "B for all operands and results: the op has no sharding rule")
+        raise _fail(node, strategy, "replicated (B) for all operands and results: the op has no sharding rule")
     op = make_op_view(program, node, parts)
     options = rule.strategies(
         op, [replace_per_rank(p) for p in strategy.inputs], [replace_per_rank(p) for p in strategy.outputs]
@@ -329,7 +338,7 @@ def _check_strategy(program: Program, node: Node, strategy: Strategy, plan: Plan
         options = [found for o in options if (found := adapt_to_per_rank(o, strategy.inputs))]
         options += [moments] if moments else []
     if not any(o.inputs == strategy.inputs and o.outputs == strategy.outputs for o in options):
-        raise _fail(node, strategy, "; ".join(map(str, options)) or "O: on the first rank only")
+        raise _fail(node, strategy, "; ".join(map(str, options)) or "on the first rank only (O)")
 
 
 def _runs_everywhere(program: Program, node: Node, strategy: Strategy, parts: int) -> bool:

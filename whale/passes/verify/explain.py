@@ -134,8 +134,13 @@ def _alternatives(program: Program, plan: Plan, node: Node) -> list[str]:
 def _starts(
     made: Sequence[Placement], shapes: Iterable[tuple[int | None, ...] | None], parts: int
 ) -> Iterable[list[Placement]]:
-    """Yields lists of operand placements with which to ask a rule for its strategies: as produced, all replicated, and
-    one operand sharded along one of its first four dimensions.
+    """Yields lists of operand placements with which ``whale explain`` asks a node's rule for alternative strategies: as
+    produced, all replicated, and one operand sharded along one of its first four dimensions.
+
+    Args:
+      made: placements of the operands as produced.
+      shapes: shapes of the operands; None: unknown rank.
+      parts: number of ranks.
     """
     yield list(made)
     yield [B] * len(made)

@@ -1,9 +1,11 @@
-"""Finds gathers and scatters whose indices stay within blocks: rows of a group address only rows of the same group.
+"""Finds gathers and scatters whose indices stay within blocks: the rows of table and indices fall into groups of equal
+size, and indices of a group address only rows of the same group, as in a gather with ``batch_dims``.
 
-Two forms are recognised. A mixture of experts whose groups have slots of their own scatters with indices whose first
-column is the number of the group, ``stack([range(groups), expert, slot])``. The gradient of a gather with
-``batch_dims`` sums rows into segments numbered ``index + group * size``. Both are marked with the number of blocks
-(``blocks``); sharding rules then split indices and table between the same blocks, without communication.
+Two forms are recognised. A mixture of experts that routes each group of tokens by itself scatters them with indices
+whose first column is the number of the group, ``stack([range(groups), expert, slot])``, where the slot is the token's
+place in the expert's buffer. The gradient of a gather with ``batch_dims`` sums rows into segments numbered ``index +
+group * size``. Both are marked with the number of blocks (``blocks``); sharding rules then split indices and table
+between the same blocks, without communication.
 
 Decision: 0067.
 """
@@ -76,8 +78,9 @@ def _count_column_blocks(program: Program, node: Node, indices: Ref) -> int:
 
 
 def _count_flat_rows(program: Program, node: Node, indices: Ref) -> int:
-    """Returns the number of rows if the node is the scatter in the gradient of ``top_k``, whose indices are ``index +
-    row * size``; else 0.
+    """Returns the number of blocks if the node is the scatter in the gradient of ``top_k``, else 0.
+
+    Its indices are ``index + row * size``: each row of the flattened operand of ``top_k`` is a block.
     """
     shape, found = program.find_type(indices).shape, node.outputs[0].shape
     if node.op != "ScatterNd" or not shape or None in shape or len(shape) != 2 or shape[1] != 1:
@@ -105,10 +108,11 @@ def _count_segments(program: Program, node: Node) -> int:
 
 
 def _blocks_added(program: Program, ref: Ref, positions: int, rows: int) -> Iterator[tuple[Ref, int, int]]:
-    """Yields (indices, number of blocks, size of a block) if ``ref`` is computed as ``indices + block * size``.
+    """Yields (indices, number of blocks, size of a block) if ``ref`` is computed as ``indices + block * size``, for
+    each operand of the sum that may be the indices.
 
     Args:
-      positions: number of addressed positions in all blocks together.
+      positions: number of rows that indices can address, in all blocks together.
       rows: number of indices in all blocks together.
     """
     added = _look_through_views(program, ref)
@@ -154,8 +158,12 @@ def _only_adds_dimensions(program: Program, node: Node) -> bool:
 
 
 def _gathers_within(program: Program, reader: Node, operand: int, blocks: int, size: int) -> bool:
-    """Returns True if ``reader`` gathers with these indices in ``blocks`` blocks of ``size`` rows, so that no index
-    points into another block.
+    """Returns True if ``reader`` is a gather with ``batch_dims=1`` from ``blocks`` blocks of ``size`` rows, so that
+    none of its indices points into another block.
+
+    Args:
+      operand: number of the operand of ``reader`` that is the indices in question; only operand 1, the gather's
+        indices, counts.
     """
     if reader.op != "GatherV2" or operand != 1 or int(reader.attrs.get("batch_dims", 0)) != 1:
         return False

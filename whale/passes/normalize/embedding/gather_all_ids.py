@@ -51,7 +51,15 @@ def _is_looked_up(program: Program, unique: Node) -> bool:
 
 
 class _Rewriter:
-    """Rewrites a graph, in one pass over its nodes, so that it does not need one ``Unique`` node."""
+    """Rewrites a graph, in one pass over its nodes, so that it does not need one ``Unique`` node.
+
+    It notes what each tensor with a row for each unique id corresponds to, in terms of all ids:
+
+        back    index, for every id, of its row among the unique ones (second result of ``Unique``), and views of that
+        spread  tensor with a row for each unique id -> tensor with a row for every id, which replaces it
+        added   tensor with a row for each unique id -> tensor with a row for every id, whose sum by id it is
+        moved   tensor -> its replacement, which does not need the unique ids
+    """
 
     def __init__(self, program: Program, unique: str) -> None:
         self.program, self.unique = program, program.by_name[unique]
@@ -135,6 +143,9 @@ class _Rewriter:
     def _along(self, node: Node, first: Ref) -> None:
         """Follows rows through a node that passes them on unchanged (Identity, Cast, Reshape); a reshape must keep rows
         as dimension 0.
+
+        Args:
+          first: the node's first operand, whose rows are followed.
         """
         before, after = self.program.find_type(first), node.outputs[0]
         if first in self.back:
@@ -177,7 +188,12 @@ class _Rewriter:
         return (found.astype(np.int64), len(counts), int(counts[0])) if (counts == counts[0]).all() else None
 
     def _segments(self, node: Node, rows: Ref) -> None:
-        """Replaces a sparse segment sum (or mean) over unique rows by a sum over consecutive rows of all ids."""
+        """Replaces a sparse segment sum (or mean) over unique rows by a sum over consecutive rows of all ids.
+
+        Args:
+          node: the segment sum.
+          rows: the tensor with a row for every id that replaces its operand.
+        """
         known = self._segments_of(node)
         if known is None:
             return
