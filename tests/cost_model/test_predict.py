@@ -332,7 +332,7 @@ def test_hybrid_sharding_divides_states_over_some_ranks_and_sums_gradients_over_
     far, near = (on(plan, slow, software=core).step_s for plan in ways)
     assert near < far  # parameters are gathered inside hosts
     assert "ZeRO 3 over 8 each" in hybrid.strategy.format_summary()
-    with pytest.raises(PlanError, match="do not divide the ranks with the same"):
+    with pytest.raises(PlanError, match="do not divide into groups"):
         Degrees(data=6, batch=6, shard=4)
 
 

@@ -31,7 +31,8 @@ class Span:
     """Describes which indices of one dimension a rank holds.
 
     The dimension consists of ``blocks`` runs of ``run`` indices each; of every run the rank holds ``count`` indices
-    from ``first`` on. With ``blocks`` = 1 this is one contiguous slice.
+    from ``first`` on. With ``blocks`` = 1 this is one contiguous slice. Example: ``Span(2, 4, 1, 2)`` holds the indices
+    1, 2, 5 and 6 of a dimension of 8.
     """
 
     blocks: int
@@ -154,7 +155,10 @@ def _restrict_span(held: Span, p: Shard, coordinate: int) -> Span:
     if held.blocks == 1 and held.is_whole:
         return Span(p.blocks, p.run, first, count)
     if held.blocks != p.blocks or held.count != p.run:
-        raise ValueError(f"{p} of {held}")
+        raise ValueError(
+            f"two mesh axes shard dimension {p.dim} in different runs, which no slice describes: {p} of {held}; "
+            "expected runs of one length"
+        )
     return Span(held.blocks, held.run, held.first + first, count)
 
 

@@ -23,6 +23,9 @@ _HOROVOD_SUM = 1  # horovod.tensorflow.Sum
 class Emitter:
     """Collects the nodes that lowering adds to one graph of one rank's program.
 
+    ``whale.partition`` creates one emitter per graph and rank; its methods add nodes and return references to their
+    outputs.
+
     Attributes:
       rank: the rank's coordinate on the mesh axis that is being lowered.
       size: number of coordinates of that axis.

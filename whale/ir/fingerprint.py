@@ -45,8 +45,8 @@ def digest_node(node: Node, known: dict[int, str]) -> bytes:
     Attributes that differ from process to process, such as the shared name of a variable, are left out.
 
     Args:
-      known: cache from ``id`` of a tensor type to its text, filled here; the types must stay alive as long as the
-        cache.
+      known: cache of the texts of tensor types, keyed by ``id`` of the type and filled here. The caller keeps the types
+        alive as long as the cache.
     """
     own = _OWN.get(node.op, "shared_name" if node.stateful else "")
     shared = getattr(node.attrs, "shared", None)

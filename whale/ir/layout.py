@@ -181,6 +181,9 @@ class RankZero:
 
 FIRST = RankZero()
 
+# Explains the letters of placements in error messages.
+LEGEND = "S(d): split along dimension d; B: replicated; P: partial, to be reduced; O: on the first rank only"
+
 
 @dataclass(frozen=True, slots=True)
 class PerRank:
@@ -395,8 +398,10 @@ def _count_staying(source: Placement, target: Placement) -> int:
 
 
 def _count_positions(source: Placement, target: Placement) -> int:
-    """Returns the number of index positions of the sharded dimensions, by which ``_count_staying`` is divided; at least
-    1.
+    """Returns the number of index positions of the sharded dimensions: their sizes multiplied; at least 1.
+
+    ``_count_staying`` counts among these positions, so that their quotient is the fraction of the tensor that need not
+    move.
     """
     count = 1
     for cut in {p.dim: p for p in (source, target) if isinstance(p, Shard)}.values():

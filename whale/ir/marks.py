@@ -27,8 +27,8 @@ class Marks:
         weight is all-gathered there.
       on_host: the node runs in the host's memory (``whale.passes.memory.offload``).
       cut_in_runs: the node is a reshape through which an inner dimension may be sharded, in runs (``Shard.blocks``).
-      blocks: of a gather, scatter or segment sum, the number of equal parts of the indices' first dimension of which
-        each addresses only the same part of the table; 0 if that is not known.
+      blocks: of a gather, scatter or segment sum: n if the indices and the table can be divided along their first
+        dimensions into n equal parts, so that part i of the indices addresses only part i of the table; 0 if unknown.
       owned_rows: the node treats each row of its operands alike, one row per unique id, with a count known only at run
         time; so it may run where the table's rows are (``whale.sharding_rules.embedding``).
       stream: name of a random op's stream of numbers (``whale.passes.normalize.annotate``); "" for others.
@@ -42,10 +42,12 @@ class Marks:
       micro_batch_rows: of a send or receive between stages, the placement by which micro-batches cut its tensor, as
         text; "" if the tensor is sent once per step.
       edge: of such a send or receive, (number of the sending stage group, number of the receiving one).
-      ring_dim: of a send or receive of ring attention, the sharded dimension of its tensor. In planning, such a receive
-        also has the tensor sent in exchange as an operand, whose placement it takes.
-      runs: of a communication op whose tensor has one dimension viewed as two, such as (runs, run): (the dimension that
-        is not sharded over ranks, the number of parts into which micro-batches may cut it).
+      ring_dim: of a send or receive of ring attention, the dimension of its tensor that is sharded around the ring.
+        While the next axis is planned, such a receive also has an operand, the tensor that is sent in exchange: the
+        received tensor gets the same placement.
+      runs: of a communication op between two reshapes that view one dimension as two, such as (ranks' rows, one row of
+        each micro-batch): (the one of the two that ranks do not shard, the number of parts into which micro-batches
+        may cut it).
       rounds_for_wire: the node is a Cast to fewer bits before a tensor is sent.
       expected_bytes: of an exchange of table rows, the bytes that this rank is expected to send.
       device_backend: in programs made for prediction, the ``communication.backend`` that carries out a communication op

@@ -51,8 +51,8 @@ class Mesh:
         return find_coordinates(self.ranks.index(rank), [a.size for a in self.axes])
 
     def list_ranks_along(self, rank: int, *axes: str) -> tuple[int, ...]:
-        """Lists the ranks of the group of ``rank`` along these axes: those with equal coordinates on all other axes,
-        itself too.
+        """Lists the ranks that communicate with ``rank`` along these axes: those with the same coordinates on all other
+        axes, and ``rank`` itself.
         """
         first, offsets = self.ranks.index(rank), [0]
         position, step = first, len(self.ranks)
@@ -138,8 +138,8 @@ class Tiles:
 
     Attributes:
       axes: names of the mesh axes that shard the variable, outermost first.
-      cuts: the shard over each axis, which applies to what the axes before have left at their first coordinates;
-        ``list_cuts`` adapts it to other coordinates.
+      cuts: for each of these axes, the shard of what the axes before it have left to coordinate 0. Other coordinates
+        may have less left; ``list_cuts`` returns their shards.
     """
 
     axes: tuple[str, ...] = ()
@@ -165,9 +165,10 @@ class Tiles:
         return dict(zip(self.axes, self.cuts)).get(axis)
 
     def list_cuts(self, at: Sequence[int]) -> tuple[Shard, ...]:
-        """Returns the shard over each axis as it is for the tile at coordinates ``at``.
+        """Returns, for the tile at coordinates ``at``, the shard over each axis.
 
-        Where the axes before cut a dimension unevenly, a tile may have fewer indices to divide than the first tile has.
+        It differs from ``cuts`` if an earlier axis shards the same dimension unevenly: then this tile may have fewer
+        indices left to divide than the first tile.
         """
         found: list[Shard] = []
         left: dict[int, int] = {}
@@ -222,8 +223,9 @@ def find_tiles(plan: Plan) -> dict[str, Tiles]:
 
 
 def adapt_cut(cut: Shard, extent: int) -> Shard:
-    """Returns ``cut`` for a dimension of ``extent`` indices: unchanged if the size fits, otherwise an even division.
+    """Returns ``cut`` for a dimension of ``extent`` indices: unchanged if it has that size, otherwise an even division.
 
-    Cuts are made for the first coordinates of the axes before; other coordinates may have another size left.
+    A plan is made for coordinate 0 of each axis. If an axis divides a dimension unevenly, other coordinates have fewer
+    indices of it, which the next axis then divides evenly.
     """
     return cut if cut.extent == extent else shard(cut.dim, divide_evenly(extent, len(cut.sizes)))

@@ -138,21 +138,27 @@ def make_schedule(name: str, stages: int, chunks: int, micro_batches: int) -> Sc
     """
     if name not in NAMES:
         raise PlanError(
-            "there is no such schedule of pipelines",
+            "there is no such pipeline schedule",
             given=name,
-            expected=", ".join(NAMES),
-            action="correct the name of the schedule",
+            expected=f"one of {', '.join(NAMES)}",
+            action="correct pipeline.schedule, or the schedule in the job file",
         )
     if min(stages, chunks, micro_batches) < 1:
         given = f"{stages} stages, {chunks} chunks, {micro_batches} micro-batches"
         raise PlanError(
-            "a pipeline schedule needs stages, chunks per stage and micro-batches, one of each at least",
+            "a pipeline schedule needs at least one stage, one chunk per stage and one micro-batch",
             given=given,
             expected="numbers from 1 on",
+            action="correct the number that is below 1",
         )
     if name != "1f1b" and chunks > 1:
         called = {"gpipe": "GPipe", "zb-h1": "ZB-H1"}[name]
-        raise PlanError(f"{called} has one chunk per stage", given=f"{chunks} chunks", action="use 1f1b")
+        raise PlanError(
+            f"{called} has one chunk per stage",
+            given=f"{chunks} chunks of layers per stage, with the schedule {name}",
+            expected="one chunk per stage, or the schedule 1f1b, which interleaves chunks",
+            action="set the schedule to 1f1b (pipeline.schedule, or schedule in the job file), or use one chunk",
+        )
     if name == "gpipe":
         return schedule_gpipe(stages, micro_batches)
     return (
@@ -253,6 +259,7 @@ def play(
             "the phases of a pipeline schedule wait for each other in a cycle",
             given=stuck,
             expected="an order in which each phase follows those whose results it needs",
+            action="correct the order of the phases, or use a schedule that `make_schedule` makes",
         )
     return end
 
@@ -338,7 +345,9 @@ def parse_schedule(text: str) -> Schedule:
         for word in line.split()[1:]:
             match = _PHASE.fullmatch(word)
             if match is None:
-                raise ValueError(f"not a phase: {word!r}; expected F, B or W with a micro-batch: F0, B3.1")
+                raise ValueError(
+                    f"not a phase: {word!r}; expected F, B or W and the micro-batch (F0), with a chunk F0.1"
+                )
             row.append(Phase(int(match[3] or 0), int(match[2]), PhaseKind[match[1]]))
         rows.append(row)
     return rows

@@ -144,8 +144,8 @@ class Plan:
       variables: handle nodes of variables that the axis shards between steps -> placement (see ``ir.mesh.find_tiles``).
       expanded: names of composite nodes that the plan contains in their decomposed form.
       inner: on a mesh of several axes, the plan of the next axis, for the program at this axis' first coordinate.
-      repeats: with an inner plan, key of a reshard -> how often it happens: once in each group that has the whole
-        tensor.
+      repeats: with an inner plan, key of a reshard -> how often it happens in a step: by as many inner coordinates as
+        hold the whole tensor; shards of one tensor count once together.
       inner_bytes: logical bytes that a step moves along the inner axes, in all groups together.
       memory: category -> predicted peak bytes of each rank in a step; empty if not predicted.
       stage_groups: the groups of ranks that run a pipeline's stages; empty: all ranks run the whole program.
@@ -427,7 +427,8 @@ class PlanRecord(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def plan(self) -> Plan | None:
-        """Returns the plan of a captured program; None if the file is of a described model.
+        """Returns the plan of a captured program; None if the file holds only the strategy of a model described by
+        hyper-parameters.
 
         Raises:
           ValueError: the layouts in the file do not form a plan.
@@ -480,7 +481,7 @@ def plan_from_json(data: bytes) -> Plan:
     try:
         return _decode(msgspec.json.decode(data, type=ProgramLayouts))
     except (ValueError, RecursionError) as e:
-        raise ValueError(f"not a plan: {e}") from e
+        raise ValueError(f"not a plan: {e}; expected the JSON that Plan.to_json writes") from e
 
 
 def _decode(f: ProgramLayouts) -> Plan:

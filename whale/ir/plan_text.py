@@ -437,8 +437,8 @@ def find_ops(plan: Plan, pattern: str) -> list[str]:
         raise PlanError(
             "the plan has no such operation",
             given=pattern,
-            expected=f"a name, or a pattern, of one of {len(names)} operations (`whale show -v` lists them)",
-            action="correct the name",
+            expected=f"a name, or a pattern with * and ?, of one of the plan's {len(names)} operations",
+            action="correct the name; `whale show -v FILE` lists the operations",
         )
     return found
 

@@ -300,13 +300,15 @@ def _refuse_cycle(before: Mapping[str, Iterable[str]]) -> None:
 
 
 def rewire(program: Program, nodes: Mapping[str, Node], moved: Mapping[Ref, Ref]) -> Program:
-    """Returns ``program`` with other nodes, in which readers of a tensor in ``moved`` read the tensor that replaces it.
+    """Returns ``program`` with its nodes replaced by ``nodes``, in which each reader of a replaced tensor reads its
+    replacement.
 
-    A control edge from a removed node becomes one from the node that makes the replacement of its first output.
+    If the producer of a replaced tensor is not among the new nodes, nodes that had a control edge from it get one from
+    the producer of its first output's replacement.
 
     Args:
-      nodes: the new nodes, in any order; they are sorted and still refer to the old tensors.
-      moved: old tensor -> new tensor.
+      nodes: the new nodes by name, in any order; they may still refer to the replaced tensors.
+      moved: replaced tensor -> its replacement.
     """
     names = {old.node: new.node for old, new in moved.items() if old.index == 0 and old.node not in nodes}
 
@@ -360,12 +362,11 @@ def find_waited_for(program: Program, names: Iterable[str]) -> set[str]:
 
 
 def remove_work(program: Program, done: Collection[str], and_before: bool = False) -> Program:
-    """Returns ``program`` with the named nodes turned into NoOps, so that they do nothing but keep their place in the
-    order.
+    """Returns ``program`` with the named nodes turned into NoOps, which do nothing and keep the control edges.
 
     Args:
       done: names of the nodes.
-      and_before: also remove the nodes before them, unless another node needs these.
+      and_before: also remove their predecessors, except those that other nodes need.
     """
     if not done:
         return program

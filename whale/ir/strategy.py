@@ -53,10 +53,10 @@ class DeviceGroup(msgspec.Struct, frozen=True):
     """Represents equal devices of a stage: `replicas` data-parallel replicas of `tensor` tensor-parallel devices each.
 
     Attributes:
-        pool: number of the cluster's kind of devices; 0 also if no cluster is known.
+        pool: which kind of device of the cluster these are, by its number; 0 also if no cluster is known.
         tensor: devices of one replica, which shard its tensors.
         replicas: number of replicas.
-        rows: rows of a micro-batch for each replica; 0: as the batch divides.
+        rows: rows of a micro-batch for each replica; 0: the batch is divided evenly.
     """
 
     pool: int = 0
@@ -114,15 +114,15 @@ class ParallelStrategy(msgspec.Struct, frozen=True):
 
     Attributes:
         stages: the pipeline stages in order; one stage if the model is not pipelined.
-        micro_batches: micro-batches of a step; 0: as the settings of a program say, which then also choose the
-          schedule.
+        micro_batches: micro-batches of a step; 0: the settings of the program decide (`pipeline.micro_batches`), and
+          choose the schedule too.
         recompute: what is recomputed for the backward pass, in stages that do not say otherwise.
         sequence_parallel: tensor-parallel ranks also shard the sequence outside of the sharded products (Megatron-LM).
         zero: ZeRO stage, 0 to 3.
         schedule: name of the pipeline schedule (`whale.ir.pipeline_schedule`).
         offload: what is kept in the hosts' memory.
-        split: names of weights of a program from whose product on tensors are sharded; (): from all, if the stage's
-          devices shard tensors.
+        split: names of weights of a program. Each begins a part of the program whose tensors are sharded, at the matrix
+          product that reads the weight; (): all weights do, if the stage's devices shard tensors.
         replicated: every rank computes everything, without communication.
         shares: rows of a step for each rank, if the ranks of a program have unequal ones.
         name: what a search calls the strategy in its report.
@@ -295,7 +295,8 @@ class Degrees(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
           parameters.
         stage_layers: number of layers of each stage, or of each chunk in the order of the model; (): as equal as
           possible.
-        selective: which parts selective recomputation repeats, if not those of the simulated software.
+        selective: names of the modules that selective recomputation repeats; (): those that the simulated training
+          software repeats by default.
     """
 
     tensor: Count = 1
@@ -317,40 +318,46 @@ class Degrees(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def __post_init__(self) -> None:
         for name in ("tensor", "stages", "data", "chunks", "micro_batch", "batch", "experts", "context"):
             if getattr(self, name) < 1:
-                raise PlanError(f"{name} must be positive", given=getattr(self, name), expected="1 or more")
+                raise PlanError(
+                    f"{name} must be positive",
+                    given=getattr(self, name),
+                    expected="1 or more",
+                    action=f"correct {name} in the job file",
+                )
         if self.recompute not in ("none", "selective", "full"):
             raise PlanError(
                 "there is no such kind of recompute",
                 given=self.recompute,
                 expected="none, selective or full",
-                action="correct recompute in the job",
+                action="correct recompute in the job file",
             )
         if self.batch % (self.data * self.micro_batch):
             raise PlanError(
                 "the global batch is not a multiple of data-parallel ranks x micro-batch",
-                given=f"{self.batch}, {self.data} x {self.micro_batch}",
-                action="change the micro-batch size",
+                given=f"batch={self.batch}, data={self.data}, micro_batch={self.micro_batch}",
+                expected=f"batch as a multiple of {self.data * self.micro_batch}",
+                action="change batch or micro_batch in the job file",
             )
         if self.stage_layers and len(self.stage_layers) != self.stages * self.chunks:
             raise PlanError(
                 "stage_layers does not fit the number of stages",
                 given=f"{len(self.stage_layers)} numbers of layers",
                 expected=f"{self.stages * self.chunks}: one for each stage, or for each chunk of a stage",
-                action="change stage_layers, or leave it out for stages of equal size",
+                action="change stage_layers in the job file, or leave it out for stages of equal size",
             )
         if self.shard and self.data * self.context % self.shard:
             raise PlanError(
-                "ZeRO's groups do not divide the ranks with the same parameters",
+                "the ranks with the same parameters do not divide into groups of the size in which ZeRO shards states",
                 given=f"shard={self.shard}, {self.data * self.context} ranks",
                 expected=f"a divisor of {self.data * self.context} (data-parallel x context-parallel ranks)",
-                action="change shard, the number of ranks over which ZeRO divides states",
+                action="change shard in the job file, the number of ranks over which ZeRO shards states",
             )
         if self.micro_batches > MOST_MICRO_BATCHES:
             raise PlanError(
                 "a replica has more micro-batches in a step than a schedule can hold",
-                given=f"{self.micro_batches}: {self.batch} rows, {self.data} x {self.micro_batch} at a time",
+                given=f"{self.micro_batches} (batch={self.batch}, data={self.data}, micro_batch={self.micro_batch})",
                 expected=f"{MOST_MICRO_BATCHES} at most",
-                action="change the global batch or the micro-batch size",
+                action="make batch smaller or micro_batch larger in the job file",
             )
 
     @property
@@ -376,7 +383,8 @@ class ChosenStrategy(msgspec.Struct, frozen=True):
         strategy: the strategy.
         step_s: predicted seconds of a step; 0 if unknown.
         held_bytes: predicted bytes of the rank that holds most; 0 if unknown.
-        compared: its measured steps were compared with a step in which one rank computes on the cores of all.
+        compared: True if its measured steps were compared with a step in which one rank computes on the cores of all
+          ranks.
     """
 
     strategy: ParallelStrategy
@@ -408,8 +416,8 @@ def divide_chunks(layers: int, stages: int, chunks: int) -> list[tuple[tuple[int
     if layers < count:
         raise PlanError(
             "there are more stages than layers",
-            given=f"{count} chunks of stages, {layers} layers",
-            expected="a layer at least for each chunk of a stage",
+            given=f"{layers} layers, {stages} stages of {chunks} chunks",
+            expected=f"at least {count} layers: one for each chunk of each stage",
             action="use fewer stages, or fewer chunks per stage",
         )
     each, more = divmod(layers, count)
@@ -424,11 +432,12 @@ def place_chunks(sizes: Sequence[int], stages: int) -> list[tuple[tuple[int, int
 
 
 def count_live_chunks(schedule: str, stages: int, chunks: int, micro_batches: int, stage: int) -> int:
-    """Returns how many forward passes of chunks stage number ``stage`` keeps activations of at once, by formula.
+    """Returns for how many forward passes of chunks stage number ``stage`` keeps the activations at once, by formula.
 
-    The number equals `count_live_micro_batches` of the schedule. 1F1B keeps one micro-batch for each stage from this
-    one on; GPipe keeps all. Interleaved 1F1B (Narayanan et al., SC 2021) starts with 2 (stages - 1 - stage) + (chunks -
-    1) g forward passes, g being the size of a group of micro-batches, before its first backward pass.
+    The number equals ``count_live_micro_batches`` of the schedule. GPipe keeps all micro-batches. 1F1B keeps as many as
+    there are stages from this one to the last. Interleaved 1F1B (Narayanan et al., SC 2021) begins with 2 (stages - 1 -
+    stage) + (chunks - 1) g forward passes before its first backward pass, where g is the number of micro-batches in a
+    group.
     """
     if schedule == "gpipe":
         return micro_batches

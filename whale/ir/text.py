@@ -99,7 +99,9 @@ def format_value(value: Any) -> str:
         return f"func({_format_word(value.name)} {{{attrs}}})"
     if isinstance(value, tuple):
         return "[" + ", ".join(map(format_value, value)) + "]"
-    raise TypeError(f"not an attribute value: {value!r} ({type(value).__name__})")
+    raise TypeError(
+        f"not an attribute value: {value!r} ({type(value).__name__}); expected one of the types in whale.ir.values"
+    )
 
 
 def _format_tensor_data(t: Tensor) -> str:
@@ -210,7 +212,9 @@ class _Reader:
             self.take("{")
             value = Func(name, dict(self.read_list(self.read_pair, "}")))
         else:
-            raise ValueError(f"unknown kind of value {kind!r} in {self.line!r}")
+            raise ValueError(
+                f"unknown kind of value {kind!r} in {self.line!r}; expected text that format_program writes"
+            )
         self.take(r"\)")
         return value
 

@@ -37,13 +37,17 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """Describes the hosts of a run's ranks, and the links between the hosts.
+    """Describes on which hosts the ranks of a run are, and how fast the links between the hosts are.
+
+    ``make_topology`` creates it at the start of a run, from measurements or from the user's description. The planner
+    and the order of ranks in the mesh use it, so that less is sent over slow links.
 
     Attributes:
-      hosts: number of the host of each rank; hosts are numbered in the order of their first ranks.
-      names: name of each host.
-      links: (number of a host, larger number of another) -> the link between them; empty: unknown, and taken as equal.
-      inside: the slowest link between two ranks of one host; None: unknown.
+      hosts: for each rank, the number of its host. Hosts are numbered from 0 in the order of their first ranks.
+      names: name of each host, by its number.
+      links: (i, j) with i < j -> the link between hosts number i and j. Empty if unknown; all links are then assumed
+        equal.
+      inside: the slowest link between two ranks of the same host; None if unknown.
     """
 
     hosts: tuple[int, ...]
@@ -60,7 +64,7 @@ class Topology:
         return found
 
     def find_link(self, one: int, other: int) -> Link | None:
-        """Returns the link between two hosts, given by their numbers in any order; None if unknown."""
+        """Returns the link between hosts number ``one`` and ``other``, in any order; None if it is unknown."""
         return self.links.get((min(one, other), max(one, other)))
 
     def slow_down(self, times: float) -> Topology:
@@ -112,9 +116,9 @@ def make_topology(
     """Returns the topology of a run; None if all ranks are on one host.
 
     Args:
-      names: name of each rank's host.
-      links: as in ``Topology``; None: unknown.
-      inside: as in ``Topology``.
+      names: for each rank, the name of its host.
+      links: (i, j) with i < j -> the link between hosts number i and j, as in ``Topology``; None: unknown.
+      inside: the slowest link between two ranks of the same host; None: unknown.
     """
     numbers: dict[str, int] = {}
     hosts = tuple(numbers.setdefault(name, len(numbers)) for name in names)

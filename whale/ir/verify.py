@@ -45,7 +45,9 @@ _STAY = UPDATES | _WITH_KEYS  # ops with side effects, on which some output or e
 
 
 class _BrokenProgramError(Exception):
-    """Signals an error in a node: what was found, and what was expected."""
+    """Carries what is wrong with a node from a check to ``_verify_graph``, which raises a ProgramError that names the
+    node.
+    """
 
     def __init__(self, given: object, expected: object) -> None:
         super().__init__(f"{given}; expected {expected}")
@@ -74,7 +76,7 @@ def _make_error(after: str, op: str, given: object, expected: object) -> Program
         op=op,
         given=given,
         expected=expected,
-        action="run again with `WHALE_DEBUG_DUMP=dir`, and report the error with the files that are then in dir",
+        action="this is a fault of Whale: please report it with the program, which `WHALE_DEBUG_DUMP=dir` writes",
     )
 
 
@@ -95,7 +97,7 @@ def _verify_graph(
         name = node.name
         try:
             if name in types:
-                raise _BrokenProgramError("a second node of this name", "unique names")
+                raise _BrokenProgramError("a second node of this name", "a unique name for each node")
             for before, index in node.inputs:
                 found = types.get(before)
                 if found is None:
@@ -159,14 +161,14 @@ def _make_missing_error(body: Program, name: str, does: str) -> _BrokenProgramEr
       does: what the node does with it, for the message: "reads x:0" or "waits for x".
     """
     if name not in body.by_name:
-        return _BrokenProgramError(f"{does}, which is no node", "the name of a node")
+        return _BrokenProgramError(f"{does}, which is no node", "the name of a node of the same graph")
     try:
         sort_nodes(body.by_name)
     except PlanError as cycle:
         return _BrokenProgramError(
             f"{does}, in a cycle: {cycle.facts['op']}", "an order in which nodes come after what they read"
         )
-    return _BrokenProgramError(f"{does}, which comes later", "nodes behind what they read and wait for")
+    return _BrokenProgramError(f"{does}, which comes later", "nodes after those that they read or wait for")
 
 
 # -- types
@@ -178,7 +180,8 @@ def _verify_same_dtype(node: Node, types: Sequence[TensorType]) -> None:
         if dtype is None:
             dtype = t.dtype
         elif t.dtype != dtype:
-            raise _BrokenProgramError(f"{', '.join(map(str, types))} (operands, then results)", f"the type {dtype}")
+            given = f"{', '.join(map(str, types))} (operands, then results)"
+            raise _BrokenProgramError(given, f"the dtype {dtype} for all of them")
 
 
 def _is_compatible(one: TensorType, other: TensorType) -> bool:
@@ -200,7 +203,7 @@ def _expect(found: TensorType, expected: TensorType, what: str) -> None:
 def _require_one_result(node: Node, operands: Sequence[TensorType], least: int) -> TensorType:
     if len(node.outputs) != 1 or len(operands) < least:
         raise _BrokenProgramError(
-            f"{len(operands)} operands and {len(node.outputs)} results", f"{least} operands and one result"
+            f"{len(operands)} operands and {len(node.outputs)} results", f"at least {least} operands, and one result"
         )
     return node.outputs[0]
 
@@ -243,7 +246,8 @@ def _verify_matmul(program: Program, body: Program, node: Node, operands: list[T
     also, columns = right[-2:][::-1] if second else right[-2:]
     if over is not None and also is not None and over != also:
         raise _BrokenProgramError(
-            f"operands {operands[0]} and {operands[1]}", f"as many terms in both, not {over} and {also}"
+            f"operands {operands[0]} and {operands[1]}",
+            f"equal sizes of the dimensions that are summed over, not {over} and {also}",
         )
     if result.shape is not None:
         product = TensorType(result.dtype, (*result.shape[:-2], rows, columns))
@@ -257,14 +261,14 @@ def _verify_reshape(program: Program, body: Program, node: Node, operands: list[
     if before is None or after is None or None in before or None in after:
         return
     if prod(map(int, before)) != prod(map(int, after)):  # type: ignore[arg-type]
-        raise _BrokenProgramError(f"{operands[0]} becomes {result}", "as many elements")
+        raise _BrokenProgramError(f"{operands[0]} becomes {result}", "the same number of elements")
 
 
 def _verify_cast(program: Program, body: Program, node: Node, operands: list[TensorType]) -> None:
     result = _require_one_result(node, operands, 1)
     for name, t in (("SrcT", operands[0]), ("DstT", result)):
         if node.attrs.get(name, t.dtype) != t.dtype:
-            raise _BrokenProgramError(f"{t} where {name} is {node.attrs[name]}", "one type")
+            raise _BrokenProgramError(f"{t} where the attribute {name} is {node.attrs[name]}", "the same dtype in both")
     _expect(TensorType(result.dtype, operands[0].shape), result, "its operand is")
 
 
@@ -295,7 +299,7 @@ def _verify_each_reduced(program: Program, body: Program, node: Node, operands: 
         raise _BrokenProgramError(f"{len(given)} tensors and {len(node.outputs)} results", "a result for each")
     for one, other in zip(given, node.outputs):
         if not _is_compatible(one, other) if "Scatter" not in node.op else one.dtype != other.dtype:
-            raise _BrokenProgramError(f"{one} becomes {other}", "the same type")
+            raise _BrokenProgramError(f"{one} becomes {other}", "a result of the operand's type")
 
 
 def _verify_exchange(program: Program, body: Program, node: Node, operands: list[TensorType]) -> None:
@@ -331,10 +335,10 @@ def _verify_arguments(function: Program, given: Sequence[TensorType], returned: 
         ("returns", [function.find_type(ref) for ref in function.outputs], returned),
     ):
         if len(ours) != len(theirs):
-            raise _BrokenProgramError(f"{function.name} {what} {len(ours)} tensors", len(theirs))
+            raise _BrokenProgramError(f"{function.name} {what} {len(ours)} tensors", f"{len(theirs)}, as at the call")
         for mine, one in zip(ours, theirs):
             if not _is_compatible(mine, one):
-                raise _BrokenProgramError(f"{function.name} {what} {mine}", one)
+                raise _BrokenProgramError(f"{function.name} {what} {mine}", f"{one}, as at the call")
 
 
 def _verify_call(program: Program, body: Program, node: Node, operands: list[TensorType]) -> None:

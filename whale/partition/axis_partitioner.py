@@ -1,9 +1,9 @@
 """Partitions a program over several mesh axes, one axis after the other: program -> program.
 
 Partitioning over one axis yields the program that all ranks with the same coordinate on that axis run; it is then
-partitioned over the next axis like any program. Groups of ranks at different coordinates run almost the same program:
-only the first coordinate has the nodes that run once, and groups may have unequal rows. So the plan made for the first
-coordinates is the model for the plans at other coordinates.
+partitioned over the next axis like any program. Ranks at different coordinates run almost the same program: only
+coordinate 0 has the nodes that run once, and rows may be unequal. So each axis is planned once, for the ranks at
+coordinate 0 of all earlier axes; for ranks at other coordinates that plan is reused or adapted.
 
 Decision: 0036.
 """
@@ -17,7 +17,7 @@ from typing import Any
 
 from whale.errors import PlanError
 from whale.ir.fingerprint import compute_fingerprint
-from whale.ir.layout import B, Partial, Placement, Shard, Strategy, shard
+from whale.ir.layout import LEGEND, B, Partial, Placement, Shard, Strategy, shard
 from whale.ir.mesh import Axis, adapt_cut, iterate_levels
 from whale.ir.ops import EXCHANGES
 from whale.ir.plan import BatchInput, Plan, Reshard
@@ -119,8 +119,9 @@ class AxisPartitioner:
         return self._programs[at]
 
     def lower_program(self, at: tuple[int, ...]) -> Program:
-        """Lowers the program over the axes that ``at`` covers, and marks the exchanges along the last of them with its
-        name.
+        """Returns the program of the ranks at coordinates ``at``, lowered from that of ``at[:-1]`` over one more axis.
+
+        Each new exchange gets a mark with the name of this axis.
         """
         *before, coordinate = at
         level, outer, axis = len(before), tuple(before), self.axes[len(before)].name
@@ -131,11 +132,16 @@ class AxisPartitioner:
         return join_sums(lowered, self._find_joined_sums(outer), axis)
 
     def _find_joined_sums(self, at: tuple[int, ...]) -> dict[str, tuple[Reshard, Node]]:
-        """Finds the all-reduces along earlier axes that are merged with all-reduces along the next axis (see
+        """Returns the all-reduces along earlier axes that can be merged with one along the next axis (see
         ``sums_to_join``).
 
-        All groups must merge the same ones, so the answer for the first coordinates is used where all ranks run the
-        same nodes.
+        Such an all-reduce then runs once, over both axes. All ranks must merge the same ones, so the answer of the
+        first coordinates is used for all coordinates with the same nodes, and none is merged if some rank does not
+        compute.
+
+        Returns:
+          key of the all-reduce along earlier axes -> (the reshard that is its all-reduce along the next axis, its
+            node).
         """
         at = at if self.is_like_first(at) else (0,) * len(at)
         if at not in self._sums:
@@ -147,7 +153,7 @@ class AxisPartitioner:
         """Returns True if every rank computes: no scope is limited to some ranks, and no group of ranks is without
         rows.
 
-        Ranks without work hold constants instead of results.
+        Otherwise some ranks hold constants in place of results, and all-reduces along two axes cannot be merged.
         """
         depth = len(self.axes) - (self.settings.time.micro_batches == 1)  # levels of groups that all need rows
         counts = [max(1, prod(self.sizes[level:]) // self.shared) for level in range(1, depth + 1)]
@@ -157,15 +163,18 @@ class AxisPartitioner:
         return all(rows) and not map_named_ranks(self._programs[()])
 
     def _is_adding_everywhere(self, level: int) -> bool:
-        """Returns True if every coordinate of the axes before ``level`` has a non-empty shard for each partial sum
-        along them.
+        """Returns True if no coordinate of the axes before ``level`` has an empty shard where partial sums are made.
+
+        A rank with an empty shard replaces its partial sum by a constant, so that all-reduces cannot be merged.
         """
         outer = (self.plan((0,) * before).strategies[""].values() for before in range(level))
         adds = (s.inputs for one in outer for s in one if any(isinstance(p, Partial) for p in s.outputs))
         return all(all(p.sizes) for inputs in adds for p in inputs if isinstance(p, Shard))
 
     def expand_program(self, at: tuple[int, ...]) -> Program:
-        """Returns ``program(at)`` with the composite ops decomposed that the next axis's plan needs in simple ops."""
+        """Returns ``program(at)`` with some composite ops decomposed: those that the plan of the next axis lists as
+        ``expanded``.
+        """
         if at not in self._expanded:
             self._expanded[at] = expand(self.program(at), self.plan(at).expanded, self.settings_at(at))
         return self._expanded[at]
@@ -232,15 +241,18 @@ class AxisPartitioner:
             raise PlanError(
                 "groups of ranks would exchange a tensor of which they hold different parts",
                 op=name,
-                given=f"{mine} in the group at coordinates {at} of the mesh, {first} in the first group",
+                given=f"{mine} in the group at coordinates {at} of the mesh, {first} in the first group ({LEGEND})",
                 expected="the same parts in every group",
-                action=f"give each group of the axis {self.axes[len(at) - 1].name} the same number of rows",
+                action=f"give each group of the axis {self.axes[len(at) - 1].name} the same number of rows (change the "
+                "batch size, or batch.shares)",
             )
 
     def settings_at(self, at: tuple[int, ...]) -> PlanSettings:
-        """Returns the settings for planning the next axis for the ranks at coordinates ``at``.
+        """Returns the settings with which the next axis is planned for the ranks at coordinates ``at``.
 
-        They have the rows of these ranks; batch statistics and random streams are those of a group of ranks.
+        They describe that axis alone: its size, and the rows of these ranks summed for each of its coordinates. Local
+        batch statistics and local random streams are possible along the outermost axis only; ranks along inner axes
+        share them.
         """
         level, sizes = len(at), self.sizes
         last = level == len(sizes) - 1
@@ -306,10 +318,11 @@ class AxisPartitioner:
         return surely or is_alike(self.program(at), self.program(first))
 
     def cut_own_rows(self, lowered: Program, program: Program, at: tuple[int, ...]) -> Program:
-        """Makes a rank's lowered program take whole batches, out of which it slices its group's rows.
+        """Changes a rank's lowered program to take whole batches, and to slice the rows of the rank's group out of
+        them.
 
-        The last axis that divides rows slices a rank's rows out of its group's by itself, so that only groups along
-        earlier axes need this.
+        Only groups along the earlier axes that divide rows need this slice: the last such axis is lowered with a slice
+        of its own.
 
         Args:
           lowered: the result of ``lower_program`` for the rank's coordinates ``at``.
@@ -360,8 +373,10 @@ class AxisPartitioner:
         return own + sum(n * self._count_bytes((*at, c)) for c, n in self._group_coordinates(at))
 
     def _find_counted_elsewhere(self, at: tuple[int, ...]) -> set[str]:
-        """Returns the keys of merged sums whose bytes are counted in the first group along the earlier axis, not at
+        """Returns the keys of merged all-reduces whose bytes must not be counted again for the ranks at coordinates
         ``at``.
+
+        A merged all-reduce connects groups along an earlier axis; its bytes are counted at coordinate 0 of that axis.
         """
         here = {a.name for a, c in zip(self.axes, at) if c}
         return {
@@ -369,8 +384,10 @@ class AxisPartitioner:
         }
 
     def _count_repeats(self, at: tuple[int, ...], plan: Plan) -> dict[str, int]:
-        """Returns how often each reshard of ``plan`` happens, by its key: once in each group that has the whole
-        tensor.
+        """Returns how often each reshard of ``plan`` happens in a step, by its key.
+
+        A tensor that an inner axis replicates is resharded by each of its coordinates; one that it shards counts once,
+        since each coordinate moves only its part.
         """
         found: dict[str, int] = dict.fromkeys((r.key for r in plan.reshards if r.bytes), 1)
         below = at
@@ -381,7 +398,9 @@ class AxisPartitioner:
         return found
 
     def _find_whole_exchanges(self, at: tuple[int, ...], keys: Collection[str]) -> set[str]:
-        """Returns those of ``keys``, exchanges along an earlier axis, whose tensors the next axis does not shard."""
+        """Returns which exchanges along earlier axes, given by their keys, move a tensor that the next axis does not
+        shard.
+        """
         strategies, program = self.plan(at).strategies, self.expand_program(at)
         found = set()
         for graph, body in (("", program), *program.functions.items()):
@@ -438,9 +457,10 @@ def count_axes_with_rows(sizes: Sequence[int], groups: int) -> int:
 
 
 def _shrink_variables(model: Plan, program: Program) -> Plan:
-    """Returns the plan ``model`` with its variables' shards adapted to their sizes in ``program``.
+    """Returns the plan ``model`` with the shards of its variables adapted to the variables' sizes in ``program``.
 
-    An earlier axis that cuts a variable unevenly leaves other coordinates less of it than the first one.
+    The sizes differ if an earlier axis divides a variable unevenly: then the ranks of ``program`` have less of it than
+    those for which ``model`` was made.
     """
     cuts: dict[str, Placement] = {}
     for name, p in model.variables.items():

@@ -42,7 +42,7 @@ class _JointExchange:
       op: its op type.
       key: name of the operation, equal on all ranks.
       tables: (operands, result types, bytes that this rank is expected to send) for each table.
-      starts: for an exchange of ids, the numbers of the ranks' first rows, of all tables in turn.
+      starts: for an exchange of ids, the ``Route.starts`` of each table, concatenated.
     """
 
     name: str
@@ -53,9 +53,11 @@ class _JointExchange:
 
 
 class RowExchanges:
-    """Emits the exchanges of table rows of one graph on one rank; ids are sent only once to the owners of their rows.
+    """Emits the exchanges of table rows of one graph on one rank. Lookups and updates with the same ids send these ids
+    once.
 
-    ``emit`` is called for each lookup or update, then ``finish`` emits the fused exchanges.
+    ``whale.partition.spmd`` calls ``emit`` for each lookup or update of the graph, and then ``finish``, which emits the
+    fused exchanges.
     """
 
     def __init__(
@@ -131,8 +133,12 @@ class RowExchanges:
         return e.add(f"{name}_read", "GatherV2", (table, asked, first), kinds, (some,))
 
     def _add_up(self, node: Node, route: Route, local: Node, asked: Ref, sums: Ref, ids: str) -> None:
-        """Emits this rank's shard of a table that is a result: per row the sum of the received values, zeros for other
-        rows.
+        """Emits this rank's shard of a scatter's result: each row is the sum of the values received for it, or zeros.
+
+        Args:
+          asked: the row numbers of the received values.
+          sums: the received values.
+          ids: dtype of the row numbers.
         """
         e, found = self.emitter, local.outputs[0]
         name, row = f"{node.name}/{e.prefix}", (node.outputs[0].shape or ())[max(1, len(route.strides)) :]
@@ -152,7 +158,9 @@ class RowExchanges:
             self._transpose(node.name, table, TensorType(found.dtype, tuple(shape)), 0, route.dim)
 
     def _emit_size(self, name: str, node: Node, local: Node, at: int) -> Ref:
-        """Emits, as an int32 scalar, size number ``at`` of the shape that is the last operand of a scatter."""
+        """Emits size number ``at`` of a scatter's result, read at run time from its shape operand, as an int32
+        scalar.
+        """
         e, t = self.emitter, self.program.find_type(node.inputs[-1])
         one = e.pick(name, local.inputs[-1], t.dtype, at)
         if t.dtype == "int32":
@@ -161,16 +169,18 @@ class RowExchanges:
         return e.add(f"{name}_int32", "Cast", (one,), kinds, (TensorType("int32", ()),))
 
     def _convert_numbers(self, name: str, numbers: Ref, route: Route, size: Ref, dtype: str) -> tuple[Ref, Ref]:
-        """Converts row numbers that were counted with an assumed size of one dimension to its real size, known at run
-        time.
+        """Converts row numbers for a table in which one dimension's size is known only at run time.
+
+        The numbers were computed as if this dimension had a very large size, so that all ranks number rows alike.
+        Afterwards they are those of the table with its real size.
 
         Args:
-          numbers: the rows' numbers on this rank.
-          size: the real size, an int32 scalar.
+          numbers: the row numbers, counted from this rank's first row.
+          size: the real size of the dimension, an int32 scalar.
           dtype: dtype of the row numbers.
 
         Returns:
-          (the converted row numbers, this rank's number of rows).
+          (the converted row numbers, the number of rows that this rank holds).
         """
         e, inner, kind = self.emitter, route.strides[route.unknown or 0], {"T": DType(dtype)}
         outer = min(n for n in route.strides if n > inner)
@@ -233,7 +243,16 @@ class RowExchanges:
             one.starts += key[2]
 
     def _send_ids(self, key: _Ids, together: _JointExchange, place: int, get: Get, expected: int) -> int:
-        """Adds ids to the fused exchange of ids at their first use, and returns how many of them this rank has."""
+        """Returns how many ids this rank sends; adds the ids to the fused exchange unless an earlier lookup has added
+        them.
+
+        Args:
+          key: the ids and how they are sent.
+          together: the fused exchange.
+          place: position of the ids in the exchange.
+          get: returns a tensor of the program in a given placement on this rank.
+          expected: bytes that this rank is expected to send.
+        """
         ref, placement, _, strides = key
         e, t = self.emitter, self.program.find_type(ref)
         assert isinstance(placement, Shard), placement
@@ -304,14 +323,19 @@ class RowExchanges:
 
 
 def emit_sums(e: Emitter, name: str, ids: Ref, rows: Ref, of_ids: TensorType, of_rows: TensorType) -> Ref:
-    """Emits ``WhaleSumsById`` on a rank: node ``name`` yields the unique ids, and the result holds each id's sum of
-    rows.
+    """Emits ``WhaleSumsById`` on a rank: a Unique of its ids, and for each unique id the sum of the rows of that id.
+
+    Optimizers use the sums, so that they update each row of a table once.
 
     Args:
-      ids: the rank's own ids.
-      rows: a row for each of these ids.
+      name: name of the Unique node, whose first output is the unique ids.
+      ids: the rank's own ids, which may repeat.
+      rows: a tensor with one row for each of these ids.
       of_ids: type of ``ids``.
       of_rows: type of ``rows``.
+
+    Returns:
+      the sums, one row per unique id, in the order of the unique ids.
     """
     each = TensorType("int32", of_ids.shape)
     kinds = {"T": DType(of_ids.dtype), "out_idx": DType("int32")}
@@ -324,7 +348,7 @@ def emit_sums(e: Emitter, name: str, ids: Ref, rows: Ref, of_ids: TensorType, of
 
 
 def find_sums(e: Emitter, name: str) -> str:
-    """Returns the name of the node that holds the sums when ``emit_sums`` has emitted the op called ``name``."""
+    """Returns the name of the node whose output is the sums that ``emit_sums`` has emitted under ``name``."""
     return f"{name}/{e.prefix}_sums"
 
 

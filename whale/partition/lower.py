@@ -250,7 +250,7 @@ PARTITION: Table[RankPrograms, PartitionContext] = Table(
 
 
 def decompose(program: Program, plan: Plan, settings: PlanSettings) -> Program:
-    """Returns a normalised program with those composite ops decomposed that its plan needs in simple ops."""
+    """Returns a normalised program with some composite ops decomposed: those that its plan lists as ``expanded``."""
     context = PartitionContext(program, plan, settings)
     return run_passes(PARTITION, RankPrograms(program), context, settings.observer, DECOMPOSE).expanded
 
@@ -286,7 +286,9 @@ def lower_ranks(
 
 
 def _list_axis_groups(plan: Plan, rank: int) -> list[tuple[int, ...]]:
-    """Lists the groups of ranks with which ``rank`` may communicate: along all mesh axes, then along fewer of them."""
+    """Lists the groups of ranks with which ``rank`` may communicate: first its group along all mesh axes together, then
+    its groups along some of the axes.
+    """
     group = next((group for group in plan.stage_groups if rank in group.ranks), None)
     mesh = (
         make_mesh(plan.find_group_plan(group), group.ranks) if group is not None else make_mesh(plan, plan.mesh_ranks)
@@ -359,8 +361,8 @@ def _list_shown(settings: PlanSettings) -> range:
 def give_to_horovod(program: Program, rank: int, size: int, comm: str) -> Program:
     """Replaces the sums over all ranks in a rank's program by Horovod's op, where possible.
 
-    Horovod gets only sums that updates alone read (gradients): on all ranks they wait for the same nodes. Sums in
-    loops, branches and micro-batches stay with Whale, and so do sums over some of the ranks.
+    Horovod gets only sums that an update reads, that is gradients: all ranks wait for the same nodes before these. Sums
+    in loops, branches and micro-batches stay with Whale, and so do sums over some of the ranks.
     """
     emitter = Emitter(rank, size, comm)
     moved: dict[Ref, Ref] = {}

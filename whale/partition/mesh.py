@@ -99,8 +99,8 @@ def lower_mesh(
 def _find_row_axes(program: Program, axes: Sequence[Axis]) -> Sequence[Axis]:
     """Returns ``axes`` without the innermost ones along which all ranks have the same rows.
 
-    Those are axes over which the program shards tensors wherever it reads an input. As in Megatron-LM, each rank along
-    such an axis also computes what is outside of the scopes, and the batch needs no separate rows for it.
+    Ranks have the same rows along an axis if every op that reads an input is in a scope that shards tensors over this
+    axis. As in Megatron-LM, ranks along such an axis also repeat the computation outside of the scopes.
     """
     arrives = {n.scope for n in program.nodes if any(r.node in program.inputs for r in n.inputs)}
     count = len(axes)
@@ -139,10 +139,10 @@ def wants_same_rows(program: Program, settings: PlanSettings) -> bool:
 
 
 def make_micro_batches_even(program: Program, settings: PlanSettings) -> PlanSettings:
-    """Returns settings with the smallest number of micro-batches, at least as many as asked, that divides all batches
-    evenly.
+    """Returns settings in which every batch divides evenly into micro-batches.
 
-    Each rank then has as many rows of every micro-batch, and exchanges them in the same way for all of them.
+    Their number of micro-batches is the smallest one that divides the rows of all batches, and is at least the one
+    asked for. Each rank then exchanges rows in the same way in every micro-batch.
     """
     asked = settings.batch.inputs
     rows = gcd(*(sum(list_sizes(b)) for b in (batch_of(program, settings) if asked is None else asked)))
@@ -172,13 +172,16 @@ def _share_rows_in_micro_batches(program: Program, settings: PlanSettings, axes:
 
 
 def _make_micro_batch_input(b: BatchInput, count: int, sizes: Sequence[int], shared: bool) -> BatchInput:
-    """Returns ``b`` with the rows that each rank has of every one of ``count`` micro-batches.
+    """Returns ``b`` with a placement in which every micro-batch has its own rows on each rank.
 
-    The batch is then seen as ``count`` runs of rows, one for each micro-batch, each divided over the ranks.
+    The batch is seen as ``count`` runs of rows, one run per micro-batch, and each run is divided over the ranks.
 
     Args:
-      sizes: sizes of the axes that divide rows.
-      shared: True if the user gave the ranks' shares of the batch.
+      b: the batch input, with the rows of each rank.
+      count: number of micro-batches.
+      sizes: sizes of the mesh axes that divide rows.
+      shared: True if the user gave the ranks' shares of the batch, which then also divide each run; False: as evenly as
+        possible.
     """
     assert isinstance(b.placement, Shard)
     rows = sum(list_sizes(b)) // count

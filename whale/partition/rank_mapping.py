@@ -78,11 +78,14 @@ def add_check(lowered: Program, rank: int, comm: str, mark: str, what: str) -> P
 
 
 def cut_rows(program: Program, whole: Program, b: BatchInput, groups: Shard, group: int) -> Program:
-    """Makes ``program`` take the whole batch input ``b``, and slice its group's rows out of it.
+    """Changes ``program`` to take the whole batch as input ``b``, and to slice the rows of its group of ranks out of
+    it.
 
     Args:
-      whole: the program whose input has the type of the whole batch.
-      groups: the placement of the rows over all groups of ranks.
+      program: the program of the group's ranks, whose input has the group's rows only.
+      whole: a program whose input ``b`` has the type of the whole batch.
+      b: the batch input.
+      groups: the placement of the batch over all groups of ranks.
       group: number of this group.
     """
     node = program.by_name[b.name]

@@ -10,6 +10,7 @@ import numpy as np
 from whale.errors import LayoutError
 from whale.ir.emitter import Emitter, replace_size
 from whale.ir.layout import (
+    LEGEND,
     B,
     Partial,
     PerRank,
@@ -31,11 +32,11 @@ from whale.ir.values import DType, Shape, TensorType, find_numpy_dtype, require_
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """Represents a change of a tensor's shard sizes or halos along one dimension.
+    """Represents a change of a tensor's shard sizes or halos along one dimension, which ``move_shares`` emits.
 
     Attributes:
-      name: prefix of the names of the nodes that carry it out.
-      source: this rank's shard.
+      name: prefix of the names of the nodes that are emitted for the change.
+      source: this rank's present shard.
       type: global type of the tensor.
       have: the present shards.
       want: the shards to make.
@@ -123,8 +124,8 @@ def emit_reshard(e: Emitter, r: Reshard, t: TensorType, source: Callable[[], Ref
     raise LayoutError(
         "no single reshard implements this change",
         op=str(r.ref),
-        given=f"{have} -> {want}",
-        expected="two reshards by way of a replicated tensor (B)",
+        given=f"{have} -> {want} ({LEGEND})",
+        expected="two reshards: to a replicated tensor (B), and from it",
         action="make the plan again with `whale plan`",
     )
 

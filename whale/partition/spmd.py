@@ -20,7 +20,19 @@ import numpy as np
 
 from whale.errors import PlanError
 from whale.ir.emitter import Emitter
-from whale.ir.layout import FIRST, B, Partial, PerRank, Placement, RankZero, Replicate, Shard, Strategy, local_shape
+from whale.ir.layout import (
+    FIRST,
+    LEGEND,
+    B,
+    Partial,
+    PerRank,
+    Placement,
+    RankZero,
+    Replicate,
+    Shard,
+    Strategy,
+    local_shape,
+)
 from whale.ir.marks import Marks
 from whale.ir.ops import EXCHANGES, HAS_BODIES, LOOPS
 from whale.ir.plan import STAGE_INPUT, STAGE_OUTPUT, Plan
@@ -133,10 +145,11 @@ class _RankPartitioner:
         return local_shape(t.shape, placement, self.rank)
 
     def _scatter_in_time(self) -> None:
-        """Makes weights that are gathered at their use wait for earlier gradients to be reduce-scattered.
+        """Adds control edges that make the gather of a weight wait for the reduce-scatters of earlier gradients.
 
-        Without these control edges whole gradients pile up in memory where products are faster than communication. An
-        edge always goes forward in the program's order, which is equal on all ranks.
+        They concern weights that are gathered only where they are used. Without these edges, whole gradients pile up in
+        memory if products are faster than communication. An edge always goes forward in the program's order, which is
+        equal on all ranks, so that no rank waits in a cycle.
         """
         position = {node.name: i for i, node in enumerate(self.program.nodes)}
         paced = [n for n in self.program.nodes if n.op == "Identity" and n.controls and n.marks.gathered_at_use]
@@ -194,8 +207,8 @@ class _RankPartitioner:
             raise PlanError(
                 "the plan lacks a reshard",
                 op=str(ref),
-                given=f"wanted as {wanted}",
-                expected="a producer that yields the tensor in this placement, or a reshard to it",
+                given=f"wanted as {wanted} ({LEGEND})",
+                expected="an operation that yields the tensor in this placement, or a reshard to it",
                 action="make the plan again with `whale plan`",
             )
         producer = self.program.by_name[ref.node]
@@ -211,15 +224,18 @@ class _RankPartitioner:
         return found
 
     def _recreate(self, producer: Node, ref: Ref, wanted: Placement) -> Ref:
-        """Emits a second, empty TensorList for elements of placement ``wanted``, since a list cannot be resharded."""
+        """Emits the producer of an empty TensorList a second time, for elements in placement ``wanted``: a list cannot
+        be resharded.
+        """
         if not is_recreatable(self.program, ref):
             t = producer.outputs[ref.index]
             raise PlanError(
                 "a tensor would have to be sent to other ranks whose type cannot be sent",
                 op=str(ref),
-                given=f"the result of {producer.op} ({t.dtype}), wanted in placement {wanted}",
+                given=f"the result of {producer.op} ({t.dtype}), wanted in placement {wanted} ({LEGEND})",
                 expected="the placement in which the operation yields the tensor",
-                action="run again with `WHALE_DEBUG_DUMP=dir`, and report the program with the files in dir",
+                action="this is a fault of Whale: please report it with the program, which `WHALE_DEBUG_DUMP=dir` "
+                "writes",
             )
         strategy = Strategy((B,) * len(producer.inputs), (wanted,) * len(producer.outputs), "made anew")
         name = f"{producer.name}/as_{''.join(c if c.isalnum() else '_' for c in str(wanted))}"
@@ -430,14 +446,16 @@ def list_unread_communication(
     effects: Sequence[str] = (),
     talks: Callable[[Node], bool] = lambda node: False,
 ) -> list[str]:
-    """Lists communication nodes on which no node of ``read`` or ``effects`` depends; other ranks wait for them.
+    """Lists communication nodes on which none of the nodes ``read`` and ``effects`` depends. They must run, as other
+    ranks wait for them.
 
     Args:
       nodes: the nodes of the graph by name.
       read: names of nodes whose results are used.
       effects: names of nodes that run for their side effects.
-      talks: returns True if a node is a loop or branch with communication inside. Such nodes are listed unless they are
-        effects, since TensorFlow runs a branch's effects only if some node waits for the whole branch.
+      talks: returns True if a node is a loop or branch with communication inside. Such a node is listed unless it is in
+        ``effects``, even if its result is read: TensorFlow runs the effects inside only if some node waits for the
+        whole loop or branch.
     """
     live: set[str] = set()
 
@@ -478,7 +496,13 @@ def compute_moved_seed(seed: int, by: int, microbatched: bool) -> int:
 
 
 def compute_rank_seed(value: np.ndarray, microbatched: bool) -> np.ndarray:
-    """Returns the number that is added to a seed operand for a rank's random stream; see ``compute_moved_seed``."""
+    """Returns the number to add to a seed operand for a rank's random stream; the counterpart of ``compute_moved_seed``
+    for seeds that are tensors.
+
+    Args:
+      value: number of the stream, in the dtype of the seed.
+      microbatched: True if ``value`` numbers micro-batches, whose streams must differ from those of ranks.
+    """
     with np.errstate(over="ignore"):
         return value * np.array(_TIME_STREAM, value.dtype) if microbatched else value
 
@@ -517,10 +541,11 @@ def emit_window(e: Emitter, name: str, window: Window, inputs: list[Ref], types:
 
 
 def _emit_column_window(e: Emitter, name: str, window: Window, inputs: list[Ref], types: Sequence[TensorType]) -> Ref:
-    """Does what ``emit_window`` does, for indices with several columns of which one addresses the sharded dimension.
+    """Does what ``emit_window`` does, for indices whose last dimension is a position in several dimensions, one of them
+    sharded.
 
-    Operands with a row per index lose the rows whose index is on another rank. An operand with an element per index
-    keeps the old value for indices on other ranks.
+    Rows of the operand ``window.rows`` are dropped if their index is on another rank. With ``window.old``, elements
+    whose index is on another rank are replaced by the old value at the index, so that the update changes nothing.
     """
     source, t = inputs[window.indices], types[window.indices]
     shape = require_static_shape(t)

@@ -13,14 +13,14 @@ from whale.partition.pipeline.stage_programs import cut
 
 @dataclass(frozen=True, slots=True)
 class VariableUse:
-    """Describes how ranks use one variable.
+    """Describes which ranks use one variable, and which part of it each of them holds.
 
     Attributes:
       ranks: the ranks that use the variable.
       writes: True if the program writes it.
-      place: these ranks in the order of the variable's stage or of the mesh axes that shard it, so that each run of
-        consecutive ranks holds all tiles in order; (): all ranks in the order of their numbers.
-      tiles: how the variable is sharded; None: it is not.
+      place: these ranks in an order in which each run of consecutive ranks, as long as there are tiles, holds all tiles
+        in order; (): that is the order of the ranks' numbers.
+      tiles: how the variable is sharded; None: it is not sharded.
     """
 
     ranks: frozenset[int]
@@ -30,7 +30,9 @@ class VariableUse:
 
 
 def find_variable_uses(expanded: Program, plan: Plan) -> dict[str, VariableUse]:
-    """Returns the use of each variable that not all ranks hold alike, keyed by the variable's handle node.
+    """Returns how ranks use each variable that is sharded or belongs to a stage, keyed by the variable's handle node.
+
+    Variables that are not listed are held whole by every rank.
 
     Args:
       expanded: the program with composite ops decomposed for the plan.

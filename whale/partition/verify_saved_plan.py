@@ -74,10 +74,13 @@ def format_in_a_line(error: WhaleError) -> str:
 
 
 def check_sizes(program: Program, plan: Plan) -> list[str]:
-    """Lists where a plan has more micro-batches than rows, or divides an input that the program does not have.
+    """Lists the inputs that a plan divides and the program lacks, and plans with more micro-batches than rows.
 
-    The rows are those of the input of the batch that has most. A plan that divides no input has at most as many as the
-    largest dimension of any input.
+    The number of rows is that of the largest batch input. If the plan divides no input, any dimension of an input may
+    be the rows, so the largest dimension is the limit.
+
+    Returns:
+      a text for each problem; [] if there are none.
     """
     shapes = {name: program.by_name[name].outputs[0].shape or () for name in program.inputs}
     found, divided = [], []
@@ -88,7 +91,10 @@ def check_sizes(program: Program, plan: Plan) -> list[str]:
             if isinstance(b.placement, Shard) and b.placement.dim < len(shape):
                 divided.append(shape[b.placement.dim])
             else:
-                found.append(f"it divides the input {b.name} as {b.placement}, and the program has no such input")
+                found.append(
+                    f"it divides the input {b.name} as {b.placement}, and the program has no such input"
+                    " with this dimension"
+                )
     sizes = divided or [size for shape in shapes.values() for size in shape]
     rows = max((size for size in sizes if size), default=1)
     for one in levels:
@@ -126,10 +132,13 @@ def check_stage_groups(plan: Plan) -> list[str]:
 
 
 def check_layouts(program: Program, plan: Plan, settings: PlanSettings) -> list[str]:
-    """Lists the operations whose strategy in the plan is none that their sharding rule allows.
+    """Lists the operations whose strategy in the plan is not one that their sharding rule allows.
 
-    With stages or several axes, a variable's placement depends on the stage or axis that holds it, and the rows of an
-    input on the inner axis; the check then takes these placements from the plan.
+    The placements of variables and of the inputs' rows cannot be checked in all plans, since with stages or several
+    axes other parts of the plan decide them; then they are taken from the plan as given.
+
+    Returns:
+      a text for each plan (of a kind of stage group) that has such an operation.
     """
     found = []
     expanded = expand(program, plan.expanded, settings)

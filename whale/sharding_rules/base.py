@@ -38,13 +38,13 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class OpView:
-    """Presents a node as its rule needs it.
+    """Presents a node to its rule: its attributes, and the types and constant values of its operands.
 
     Attributes:
       node: the node.
       inputs: the global types of its operands.
       parts: number of coordinates of the mesh axis.
-      consts: returns the value of an operand if it is a constant of the program, else None.
+      consts: returns the value of the operand with this number if it is a constant of the program, else None.
     """
 
     node: Node
@@ -75,22 +75,23 @@ class OpView:
 class Window:
     """Describes indices into a dimension of which a rank holds only ``size`` positions, from position ``offset`` on.
 
-    On the rank, indices are counted from ``offset``. What becomes of an index outside of these positions depends on
-    ``masked``.
+    Rules of gathers and scatters return it, in ``Local.window``; lowering subtracts ``offset`` from the indices.
+    ``masked`` says what becomes of an outside index, one whose position is on another rank.
 
     Attributes:
       indices: number of the operand that has the indices.
       offset: first position of the rank.
       size: number of positions of the rank.
-      masked: None: outside indices become -1, which the op ignores. Otherwise they become valid positions, and their
-        elements are zeroed in operand number ``masked``; in the first output if it is -1.
-      at: first of the dimensions of the masked tensor that correspond to those of the indices.
-      runs: number of runs of the sharded dimension; only with one run can indices be counted from an offset.
-      column: if the last dimension of the indices addresses several dimensions, which of its columns addresses the
-        sharded one.
-      rows: with ``column`` and without ``masked``, the operand of which the rows of outside indices are dropped.
-      old: with ``column`` and ``masked``, the operand whose elements replace those of outside indices, instead of
-        zeros.
+      masked: None: outside indices become -1, which the op ignores. Otherwise they become valid positions, and the
+        elements that belong to them are set to zero: in operand number ``masked``, or in the first output if it is -1.
+      at: which dimension of the masked tensor corresponds to the first dimension of the indices.
+      runs: number of runs of the sharded dimension; indices can be counted from ``offset`` only if it is 1.
+      column: if the last dimension of the indices is a position in several dimensions, which of its elements is the
+        position in the sharded one; None: each index is a single number.
+      rows: with ``column``, without ``masked``: number of the operand that has a row per index; rows of outside indices
+        are dropped.
+      old: with ``column`` and ``masked``: number of the operand from which elements of outside indices are copied, in
+        place of zeros.
       blocks: with ``old``, the number of blocks within which the positions stay (``Marks.blocks``).
     """
 
@@ -156,10 +157,11 @@ class Route:
       ids: number of the operand that has the ids.
       table: number of the operand that has the rows; None: the result is the table.
       values: number of the operand that is added to rows; None: rows are read.
-      strides: for ids with columns, by how many rows each column counts; (): an id is the number of a row.
+      strides: for ids that are positions in several dimensions: by how many rows a step in each dimension counts; ():
+        an id is the number of a row.
       dim: the dimension of the table that is sharded; rows are numbered as if this dimension were the outermost one.
-      unknown: the dimension of the table whose size is known only at run time, if there is one; ``strides`` assume a
-        larger size.
+      unknown: the dimension of the table whose size is known only at run time; None: all sizes are known. ``strides``
+        are computed as if its size were very large.
     """
 
     starts: tuple[int, ...]
@@ -173,20 +175,20 @@ class Route:
 
 @dataclass(frozen=True, slots=True)
 class Local:
-    """Describes how a rank's node differs from the program's.
+    """Describes how a node on one rank differs from the node in the program. Rules return it, and lowering applies it.
 
     Attributes:
-      attrs: attributes with other values.
+      attrs: attribute -> its value on the rank, for attributes that change.
       blocks: new value of the mark ``Marks.blocks``; None: unchanged.
       consts: operand number -> constant that replaces the operand (shapes, multiples, slice bounds).
       op: another op type with the same operands, such as Sum for a Mean over a sharded dimension; None: unchanged.
-      divide_by: divisor of the first output, such as the global count of a mean.
-      plus: added to the first output: to a rank's shape, the sizes on other ranks.
-      added: operand number -> value added to it, such as a rank's own seed.
-      seeds: attribute -> value added to it, likewise.
-      moved: operand number -> offset added to it, so that indices count from the rank's first position.
+      divide_by: divisor of the first output, such as the global count of a mean; None: it is not divided.
+      plus: array that is added to the first output, such as the other ranks' sizes to a rank's shape; None: nothing.
+      added: operand number -> value added to the operand, such as the number of the rank's random stream to a seed.
+      seeds: attribute -> value added to the attribute, for seeds that are attributes.
+      moved: operand number -> offset added to the operand, so that indices count from the rank's first position.
       window: which indices into a sharded dimension the rank holds; None: no operand has such indices.
-      route: how ids, and the values of ids, are sent to the ranks that hold their rows; None: they are not.
+      route: how ids, and the values of ids, are sent to the ranks that hold their rows; None: nothing is sent.
     """
 
     attrs: Mapping[str, Any] = field(default_factory=dict)
@@ -235,7 +237,11 @@ class Rule(Protocol):
         """Returns how the op's node on ``coordinate`` differs from the program's under ``strategy``."""
 
     def count_exchanged_bytes(self, op: OpView, strategy: Strategy) -> int:
-        """Returns the logical bytes that the node itself moves between ranks under ``strategy``, over all ranks."""
+        """Returns the logical bytes that the op itself moves between ranks under ``strategy``, over all ranks; 0 for
+        most ops.
+
+        Resharding of operands is not included. Ops that exchange table rows by ids move bytes themselves.
+        """
 
 
 def replicate_all(op: OpView) -> Strategy:
@@ -252,11 +258,18 @@ def replace_per_rank(placement: Placement) -> Placement:
 
 
 def adapt_to_per_rank(option: Strategy, current: Sequence[Placement]) -> Strategy | None:
-    """Returns ``option`` adapted to operands that are per rank (``own``) where it takes them replicated.
+    """Returns ``option`` with per-rank operands (``own``) in place of replicated ones, as ops without side effects
+    allow it.
 
-    Any op without side effects allows that. Outputs that were replicated then are per rank as well; outputs with shards
-    or partial sums keep their placement. The result is None if no operand is per rank, if several are of different
-    rows, or if ``option`` takes one of them in a placement other than replicated.
+    Outputs that ``option`` leaves replicated become per rank as well; sharded and partial outputs stay.
+
+    Args:
+      option: a strategy of the op.
+      current: the operands' present placements.
+
+    Returns:
+      the strategy; None if no operand is per rank, if the operands are per rank by different rows, or if ``option``
+        does not take them replicated.
     """
     own = {p for p in current if type(p) is PerRank}
     if len(own) != 1:
@@ -285,8 +298,10 @@ def make_labels(prefix: str, count: int) -> list[str]:
 
 
 def write_runs(runs: int, label: str, *, inner: bool = False) -> str:
-    """Writes a dimension of ``runs`` runs of the length ``label``, "(2 n)"; with ``inner``, ``label`` runs of length 2:
-    "(n 2)".
+    """Writes a dimension that consists of ``runs`` runs: ``write_runs(2, "n")`` is "(2 n)", 2 runs of length n.
+
+    Args:
+      inner: True for ``label`` runs of length ``runs`` instead: "(n 2)".
     """
     if runs == 1:
         return label
@@ -294,17 +309,17 @@ def write_runs(runs: int, label: str, *, inner: bool = False) -> str:
 
 
 def write_windows(sizes: Dims | None, window: Sequence[int], steps: Sequence[int]) -> list[str | None]:
-    """Writes, for each dimension, which windows can be sharded: those that see each element at most once.
+    """Writes, for each dimension, the item by which windows can be sharded; they can if no element is in two windows.
 
     Args:
       sizes: sizes of the dimensions.
       window: size of the window in each dimension.
-      steps: step of the window in each dimension.
+      steps: distance between windows in each dimension.
 
     Returns:
-      for each dimension ``s0`` (steps of one element), ``(s0 2)`` (windows within steps of 2), or None: windows
-        overlap, or the size is not known to be a multiple of the step, so that padding or a remainder would be at one
-        end only.
+      for each dimension, ``s0`` for steps of one element; ``(s0 2)`` for steps of two; None if it cannot be sharded,
+        since windows overlap, or since the size is not known to be a multiple of the step (only the last rank would
+        have the padding or the remainder).
     """
     found: list[str | None] = []
     for n, (size, one, step) in enumerate(zip(sizes or (None,) * len(window), window, steps)):

@@ -14,6 +14,11 @@ from whale.sharding_rules.notation import Line, Passes, Term
 # Dtypes of handles: the placement of a list is that of its elements, that of a variable's handle is that of its value.
 HANDLES = ("variant", "resource")
 
+_CORRECT = (
+    "correct the rule line, or pass a function instead that writes the line for each op: "
+    'rule("MatMul", matmul) where matmul(op) returns "m k+, k+ n -> m n"'
+)
+
 # The place of a label in a tensor: (dimension, product of the sizes inside the label in that dimension, product of the
 # sizes outside it); None: the tensor lacks the label.
 Place = tuple[int, int, int] | None
@@ -23,15 +28,16 @@ Part = tuple[str, int, int]
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """Describes what sharding along one label does.
+    """Describes what sharding an op along one label does to its operands and outputs.
 
     Attributes:
       size: number of indices of the label; None: unknown.
-      inputs: the label's place in each operand; None where the operand lacks it.
+      inputs: for each operand, the label's place (dimension, product of the sizes inside it, product of those outside
+        it); None where the operand lacks the label.
       outputs: likewise for each output.
       grown: numbers of the outputs that become partial.
-      unknown: numbers of the operands whose dimension has no static size; they may only be cut where they are cut
-        already.
+      unknown: numbers of the operands whose dimension has no static size. Such an operand must be sharded along this
+        dimension already, as shards cannot be computed for an unknown size.
     """
 
     size: int | None
@@ -43,13 +49,14 @@ class Cut:
 
 @dataclass(frozen=True, slots=True)
 class Binding:
-    """Represents a rule line bound to the types of one op.
+    """Represents a rule line bound to the types of one op: ``bind`` makes it, the functions ``list_..._strategies`` use
+    it.
 
     Attributes:
       inputs: the line's term for each operand.
       outputs: the line's term for each output.
-      cuts: label -> what sharding along it does; labels that cannot be cut are missing.
-      input_dims: for each operand and dimension, the labels that can be cut there, outermost first.
+      cuts: label -> what sharding along it does; labels along which the op cannot be sharded are missing.
+      input_dims: for each operand and dimension, the labels that can be sharded there, outermost first.
       output_dims: likewise for each output.
     """
 
@@ -61,21 +68,28 @@ class Binding:
 
 
 def _repeat_variadic(line: Line, terms: tuple[Term, ...], count: int, what: str) -> tuple[Term, ...]:
-    """Returns ``count`` terms: ``terms`` with the variadic one, if any, repeated or left out as needed.
+    """Returns one term for each of ``count`` operands or outputs, with the variadic term, if any, repeated as often as
+    needed.
+
+    Args:
+      terms: the terms of one side of the line.
+      what: "operands" or "outputs", for the error.
 
     Raises:
-      RuleError: there is no variadic term and the number differs, or there are too few tensors.
+      RuleError: there is no variadic term and the number differs, or there are too few operands or outputs.
     """
     at = next((i for i, t in enumerate(terms) if t.variadic), None)
     if at is None:
         if len(terms) != count:
-            raise RuleError(f"a rule does not fit its op: number of {what}", rule=line.text, given=count,
-                            expected=len(terms), action="correct the rule, or let it depend on the op")  # fmt: skip
+            raise RuleError(f"a rule does not fit its op: number of {what}", rule=line.text,
+                            given=f"{count} {what}", expected=f"{len(terms)}, one for each term",
+                            action=_CORRECT)  # fmt: skip
         return terms
     extra = count - (len(terms) - 1)
     if extra < 0:
-        raise RuleError(f"a rule does not fit its op: number of {what}", rule=line.text, given=count,
-                        expected=f"at least {len(terms) - 1}", action="correct the rule")  # fmt: skip
+        raise RuleError(f"a rule does not fit its op: number of {what}", rule=line.text, given=f"{count} {what}",
+                        expected=f"at least {len(terms) - 1}, one for each term but that in braces",
+                        action=_CORRECT)  # fmt: skip
     return terms[:at] + (terms[at],) * extra + terms[at + 1 :]
 
 
@@ -87,10 +101,11 @@ def _run_lengths(line: Line, terms: Sequence[tuple[Term, int | None]]) -> tuple[
     """Finds how many dimensions each run (``p*`` or ``*``) stands for, from the ranks of the tensors.
 
     Args:
-      terms: the term and the rank of each tensor; None: unknown rank.
+      terms: (term, rank) of each operand and output; rank None: unknown.
 
     Returns:
-      (name of a run -> its number of dimensions, that of each term's own ``*``; None: unknown).
+      (name of a run -> its number of dimensions; for each term, the number of dimensions of its ``*``, None if unknown
+        or if it has none).
     """
     runs: dict[str, int] = {}
     free: list[int | None] = [None] * len(terms)
@@ -119,8 +134,9 @@ def _run_lengths(line: Line, terms: Sequence[tuple[Term, int | None]]) -> tuple[
 
 def _make_misfit_error(line: Line, k: int, rank: int, expected: str) -> RuleError:
     n = len(line.inputs)
-    return RuleError("a rule does not fit its op: rank", rule=line.text, tensor=f"term {k} ({n} operand terms)",
-                     given=f"{rank} dimensions", expected=expected, action="correct the rule")  # fmt: skip
+    return RuleError("a rule does not fit its op: rank", rule=line.text,
+                     tensor=f"term {k}, from 0 on ({n} terms of operands, then those of outputs)",
+                     given=f"{rank} dimensions", expected=f"{expected}, as the term has", action=_CORRECT)  # fmt: skip
 
 
 def _label_dims(term: Term, runs: dict[str, int], free: int | None) -> list[tuple[str | int, ...]] | None:
@@ -210,8 +226,9 @@ def _find_sizes(line: Line, named: list, shapes: list[Dims | None]) -> dict[str,
                 sizes[label] = size
             elif known != size and not (size == 1 and label[0] == "*"):
                 raise RuleError("a rule does not fit its op: sizes", rule=line.text,
-                                given=f"{label} = {known} and {size}", expected="equal sizes",
-                                action="correct the rule, or let it depend on the op")  # fmt: skip
+                                given=f"the label {label} has the sizes {known} and {size}",
+                                expected="one size for all dimensions with the same label",
+                                action=_CORRECT)  # fmt: skip
     for names, size in compounds:
         unknown = [x for x in names if isinstance(x, str) and x not in sizes]
         if len(unknown) == 1:
@@ -224,9 +241,17 @@ def _find_sizes(line: Line, named: list, shapes: list[Dims | None]) -> dict[str,
 
 
 def _find_parts(labels: list, shape: Dims | None, sizes: dict[str, int]) -> list[tuple[Part, ...]]:
-    """Returns, for each dimension of a tensor, the labels whose place in the dimension is known.
+    """Returns, for each dimension of a tensor, the labels by which it can be sharded, with their places in the
+    dimension.
 
-    Each has the product of the sizes inside it, and of those outside it, in that dimension.
+    Args:
+      labels: the labels and sizes of each dimension, outermost first.
+      shape: shape of the tensor; None: unknown.
+      sizes: label -> its size, as far as known.
+
+    Returns:
+      (label, product of the sizes inside it, product of the sizes outside it) for each label of each dimension; for the
+        dimension ``(2 n 4)`` it is ("n", 4, 2).
     """
     found: list[tuple[Part, ...]] = []
     for at, names in enumerate(labels):
@@ -289,10 +314,16 @@ def _find_cuts(line: Line, named: list, dims: list, shapes: list, sizes: dict[st
 def _find_units(
     pl: Shard, row: tuple[tuple[Part, ...], ...], cuts: dict[str, Cut]
 ) -> tuple[str, tuple[int, ...], int] | None:
-    """Returns (label that the shard ``pl`` cuts, label indices per coordinate, runs); None if it cuts across labels.
+    """Returns by which label of the rule the placement ``pl`` shards a tensor.
 
     Args:
-      row: the labels that can be cut in each dimension of the tensor.
+      pl: a placement of the tensor.
+      row: for each dimension of the tensor, the labels that can be sharded there.
+      cuts: label -> what sharding along it does.
+
+    Returns:
+      (label, number of the label's indices on each coordinate, number of runs); None if the shards do not consist of
+        whole indices of one label.
     """
     for label, inner, outer in row[pl.dim] if pl.dim < len(row) else ():
         if pl.blocks % outer or (inner != 1 and any(s % inner for s in pl.sizes)):
@@ -383,10 +414,11 @@ def _place_rest(term: Term, current: Placement) -> Placement:
 
 
 def find_whole_strategy(binding: Binding, current: Sequence[Placement], why: str) -> Strategy | None:
-    """Returns the strategy that replicates all operands but those that may have any placement (``?``, or unread
-    partials).
+    """Returns the strategy that shards nothing, and takes operands as they lie where the rule does not care how they
+    lie.
 
-    The result is None if that is the plain replicated strategy.
+    Those are operands with the term ``?``, and partial operands with the term ``~``. All others are replicated. The
+    result is None if it would be the plain replicated strategy.
     """
     inputs = tuple(_place_rest(t, pl) for t, pl in zip(binding.inputs, current))
     if all(pl is B for pl in inputs):

@@ -2,13 +2,13 @@
 
 Both the table's rows and the ids are sharded. Each rank asks every other one for the rows of its own ids, each id once.
 How many these are is known only at run time, so sizes are exchanged first (``WhaleRouteIds``). Rows come back by an
-all-to-all (``WhaleReturnRows``), and values to add to rows go the other way (``WhaleSendRows``). The alternative,
-reading zeros for other ranks' rows and reducing the sum, would move as many rows to every rank as all ranks have ids.
+all-to-all (``WhaleReturnRows``), and values to add to rows go the other way (``WhaleSendRows``). The alternative, to
+read zeros for other ranks' rows and all-reduce the results, would send to every rank the rows of all ranks' ids.
 
-The table may be a variable, a tensor (what experts made of tokens), or the result (slots into which tokens are put). Of
-the dimensions that ids with several columns address, one that is not sharded may have a size known only at run time (as
-many slots as the fullest expert has tokens). Rows are then numbered as if that size were very large, and the numbers
-are converted on the rank that has the rows.
+The table may be a variable, a tensor (such as the experts' results for their tokens), or the op's result (such as the
+experts' inputs, into which a scatter puts tokens). An id may be a position in several dimensions of the table. One of
+these, but not the sharded one, may have a size known only at run time (as many tokens as the fullest expert has). Rows
+are then numbered as if that size were very large, and the rank that has the rows converts the numbers.
 
 ``WhaleSumsById`` turns ids and rows into the unique ids and the sum of each id's rows, so that an optimizer can update
 each row once, where the table's rows are. How many ids each rank gets is known only at run time. Such tensors have the
@@ -40,14 +40,15 @@ _SOME_ROWS = (1 << 31) - 1  # upper bound of row numbers of a table of which one
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Tells which operands of an op are a table, ids of its rows, and values per id.
+    """Tells which operands of an op are a table, ids of its rows, and a value per id. Rules pass it as ``routes``.
 
     Attributes:
       ids: number of the operand that has the ids.
-      table: number of the operand that is the table; None: the result is.
-      values: number of the operand that is added to rows; None: the result has the rows that are read.
-      columns: True if the last dimension of the ids is a position in several dimensions of the table.
-      once: True if the results are the unique ids and the summed values of each, which lie where the table's rows are.
+      table: number of the operand that is the table; None: the result is the table (a scatter).
+      values: number of the operand that is added to rows; None: rows are read, and are the result (a lookup).
+      columns: True if each id is a position in several dimensions of the table, stored along the ids' last dimension.
+      once: True for ``WhaleSumsById``, whose results are the unique ids and the sum of each id's values, on the ranks
+        that hold the table's rows.
     """
 
     ids: int
@@ -148,8 +149,10 @@ def is_owned(op: OpView, strategy: Strategy) -> bool:
 
 
 def is_with_owners(node: Node, index: int, placement: Placement) -> bool:
-    """Returns True if result ``index`` of a node lies with the owners of the table's rows, so that it cannot be
-    resharded.
+    """Returns True if result ``index`` of a node has one row per unique id, and each row is on the rank that holds the
+    id's table row.
+
+    Such a result cannot be resharded, since the number of rows on each rank is known only at run time.
     """
     if not isinstance(placement, Shard) or placement.dim != 0:
         return False
@@ -157,7 +160,10 @@ def is_with_owners(node: Node, index: int, placement: Placement) -> bool:
 
 
 def _has_owned_rows(t: TensorType) -> bool:
-    """Returns True if a tensor has a row per unique id (an unknown number of rows), or is a variable's handle."""
+    """Returns True if a tensor of this type follows the rows of a table, in an op with the mark ``owned_rows``.
+
+    That is a variable's handle, or a tensor with one row per unique id, so that its number of rows is unknown.
+    """
     return t.dtype == "resource" or (t.shape is not None and t.shape[:1] == (None,))
 
 

@@ -42,16 +42,14 @@ def find_known_outputs(
 
 
 def _accepts_empty(op: OpView) -> bool:
-    """Returns True if the op's kernel accepts tensors without elements: sums are 0, and elementwise results are
-    empty.
-    """
+    """Returns True if the op's kernel also computes tensors without elements correctly: elementwise ops, and sums."""
     rule = find_rule(op.node.op)
     spec = rule.spec if rule is not None else None
     return op.node.op in _TAKES_NOTHING or (isinstance(spec, str) and set(spec) <= set("*., ->"))
 
 
 def _has_rows(op: OpView, strategy: Strategy, coordinate: int) -> bool:
-    """Returns True if the node's first operand and its outputs are not empty along their first dimension."""
+    """Returns True if, on ``coordinate``, dimension 0 of the first operand and of all outputs is not empty."""
     sides = ((op.inputs[:1], strategy.inputs), (op.outputs, strategy.outputs))
     shapes = [local_shape(t.shape, p, coordinate) for types, lie in sides for t, p in zip(types, lie)]
     return all(shape and shape[0] for shape in shapes)

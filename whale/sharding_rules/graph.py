@@ -18,7 +18,10 @@ _LIST_OPS = IDENTITIES | {"ZerosLike", "AddN"}
 
 
 def is_list_op(node: Node) -> bool:
-    """Returns True if the node passes TensorLists on, zeroes them or adds them, without moving their elements."""
+    """Returns True if the node returns TensorLists that it was given, or zeros like them, or their sum.
+
+    Such nodes need no rule of their own: the placement of a list is that of its elements.
+    """
     return node.op in _LIST_OPS and all(t.dtype == "variant" for t in node.outputs)
 
 
@@ -40,9 +43,10 @@ def make_op_view(program: Program, node: Node, parts: int) -> OpView:
 
 
 def can_take(program: Program, node: Node, operand: int, current: list[Placement], parts: int) -> bool:
-    """Returns True if the node can take operand number ``operand`` in its placement of ``current``.
+    """Returns True if the node's rule allows operand number ``operand`` in its present placement, so that it need not
+    be resharded.
 
-    Loops, branches and ops without a rule cannot.
+    The result is False for loops, branches and ops without a rule.
 
     Args:
       current: the present placements of all operands.
@@ -89,7 +93,11 @@ def iterate_variable_uses(program: Program) -> Iterator[Use]:
 
 
 def is_recreatable(program: Program, ref: Ref) -> bool:
-    """Returns True if the tensor can be made a second time in any placement, as an empty TensorList can."""
+    """Returns True if the producer of a tensor can be repeated to yield the tensor in any placement, instead of
+    resharding it.
+
+    That holds for ops such as a Fill, or one that makes an empty TensorList: those whose rule has ``produces_any``.
+    """
     node = program.by_name[ref.node]
     return bool(getattr(find_rule(node.op), "produces_any", False))
 

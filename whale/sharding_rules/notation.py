@@ -96,7 +96,13 @@ class Line:
 
 
 def _fail(text: str, message: str, given: str, expected: str) -> RuleError:
-    return RuleError(message, rule=text, given=given, expected=expected, action="correct the rule line")
+    action = "correct the rule line, which is like `m k+, k+ n -> m n`; whale/sharding_rules/notation.py explains it"
+    return RuleError(message, rule=text, given=given, expected=expected, action=action)
+
+
+def _fail_passes(text: str, message: str, given: str, expected: str) -> RuleError:
+    action = "correct lin=, mono= or copy= of the rule, which is like `0|1&2`: operand 0, or operands 1 and 2 together"
+    return RuleError(message, passes=text, given=given, expected=expected, action=action)
 
 
 def _note_flag(text: str, flags: dict[str, str], label: str, flag: str, *, output: bool) -> None:
@@ -131,14 +137,15 @@ def _parse_dims(text: str, term: str, flags: dict[str, str], *, output: bool) ->
                 member = _MEMBER.match(word)
                 if member is None:
                     raise _fail(text, "a compound dimension cannot be read", f"({match['group']})",
-                                "(outer inner ...): labels or sizes")  # fmt: skip
+                                "labels or sizes, outermost first, such as (n 4)")  # fmt: skip
                 if word.isdigit():
                     members.append(int(word))
                 else:
                     _note_flag(text, flags, member[1], member[2], output=output)
                     members.append(member[1])
             if not any(isinstance(member, str) for member in members):
-                raise _fail(text, "a compound dimension has no label", f"({match['group']})", "(outer inner ...)")
+                raise _fail(text, "a compound dimension has no label", f"({match['group']})",
+                            "(outer inner ...) with at least one label, such as (n 4)")  # fmt: skip
             items.append(Item(tuple(members)))
     if sum(i.star and i.labels == ("*",) for i in items) > 1:
         raise _fail(text, "a term has two '*'", repr(term), "one '*'; name further runs: 'a* b*'")
@@ -150,7 +157,7 @@ def _parse_term(text: str, term: str, flags: dict[str, str], *, output: bool) ->
     variadic = term.startswith("{")
     if variadic:
         if not term.endswith("}"):
-            raise _fail(text, "a variadic term is not closed", repr(term), "{term}")
+            raise _fail(text, "a variadic term is not closed", repr(term), "one term in braces, such as {*}")
         term = term[1:-1].strip()
     unread, same = term.startswith("~"), term.startswith("=")
     if unread and output:
@@ -168,7 +175,7 @@ def _parse_term(text: str, term: str, flags: dict[str, str], *, output: bool) ->
     if term.startswith("["):
         match = _ROLE.match(term)
         if match is None or output:
-            raise _fail(text, "a role cannot be read", repr(term), "[name], on operands only")
+            raise _fail(text, "a role cannot be read", repr(term), "[name], such as [out0], on operands only")
         return Term("role", role=match[1], variadic=variadic)
     items = _parse_dims(text, term, flags, output=output)
     return Term("dims", items, unread=unread, same=same, variadic=variadic)
@@ -191,7 +198,8 @@ def _check(line: Line) -> None:
         inside.update(labels)
         for label in labels:
             if labels.count(label) > 1 and line.flags[label] != "^":
-                raise _fail(text, f"label {label!r} is twice in operand {number}", " ".join(labels), f"{label}^")
+                raise _fail(text, f"label {label!r} is twice in operand {number}", " ".join(labels),
+                            f"{label}^ at both places (it cannot be cut), or two labels")  # fmt: skip
     for number, term in enumerate(line.outputs):
         for label in inside - set(term.labels()):
             if not line.flags[label] and not term.same and term.kind != "any":
@@ -212,7 +220,9 @@ def parse(text: str) -> Line:
         return Line(REPLICATED, every, every, {})
     sides = text.split("->")
     if len(sides) != 2:
-        raise _fail(text, "a rule line needs one '->'", f"{len(sides) - 1} of them", "operands -> outputs")
+        raise _fail(
+            text, "a rule line needs one '->'", f"{len(sides) - 1} of them", "operands -> outputs, as in m -> m"
+        )
     flags: dict[str, str] = {}
     inputs = _parse_side(text, sides[0], flags, output=False)
     outputs = _parse_side(text, sides[1], flags, output=True)
@@ -256,13 +266,13 @@ def parse_passes(text: str, ops: tuple[str, ...]) -> tuple[Passes, ...]:
         name, _, numbers = part.rpartition(":")
         name, numbers = name.strip(), numbers.strip()
         if name and name not in ops:
-            raise _fail(text, "an unknown reduction", name, ", ".join(ops))
+            raise _fail_passes(text, "an unknown reduction", name, f"one of {', '.join(ops)}")
         operands: tuple[int, ...] | None = None
         outputs: tuple[int, ...] | None = None
         if numbers != "all":
             if not re.fullmatch(r"\d+(\s*&\s*\d+)*(>\d+(&\d+)*)?", numbers):
-                raise _fail(text, "an operand set cannot be read", repr(part),
-                            "0, 0&1, 0&1>0, all, or max:0&1; joined by '|'")  # fmt: skip
+                raise _fail_passes(text, "an operand set cannot be read", repr(part),
+                                   "0, 0&1, 0&1>0, all, or max:0&1; joined by '|'")  # fmt: skip
             before, _, after = numbers.partition(">")
             operands = tuple(int(n) for n in before.split("&"))
             outputs = tuple(int(n) for n in after.split("&")) if after else None

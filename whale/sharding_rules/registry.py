@@ -149,7 +149,9 @@ class LineRule:
         return replace(more, consts={**consts, **more.consts})
 
     def format_line(self) -> str:
-        """Formats the rule in one line, for people."""
+        """Formats the rule in one line, for people: its line, or the first line of the docstring of the function that
+        writes it.
+        """
         spec = (
             self.spec if isinstance(self.spec, str) else f"by op: {(self.spec.__doc__ or '').strip().splitlines()[0]}"
         )
@@ -180,8 +182,10 @@ def rule(
     halo: Callable[[OpView, Strategy], Strategy | None] | None = None,
     routes: embedding.Rows | None = None,
 ) -> tuple[LineRule, ...]:
-    """Makes a rule for each op type in ``names``, separated by blanks; the other arguments are the fields of
-    ``LineRule``.
+    """Returns one ``LineRule`` for each op type in ``names``, which are separated by blanks: ``rule("Neg Conj", "* ->
+    *", lin="0")``.
+
+    The other arguments are the fields of ``LineRule``.
     """
     return tuple(
         LineRule(n, spec, lin, mono, copy, reduce, local, known, produces_any, any_partial, local_stream, halo, routes)
@@ -202,8 +206,9 @@ def load_rules() -> Mapping[str, LineRule]:
         for group in import_module(family).RULES:
             for one in group:
                 if one.op in table:
-                    raise RuleError("two rules for one op type", op=one.op, given=family, expected="one rule",
-                                    action="remove one of them")  # fmt: skip
+                    raise RuleError("two rules for one op type", op=one.op, given=f"a second rule in {family}.RULES",
+                                    expected="one rule for each op type in all modules of sharding rules",
+                                    action=f"remove {one.op} from one of the two calls of rule(...)")  # fmt: skip
                 table[one.op] = one
     return dict(sorted(table.items()))
 
@@ -218,9 +223,9 @@ def find_rule(op_type: str) -> LineRule | None:
 
 @cache
 def is_decided_by_types(one: LineRule) -> bool:
-    """Returns True if a rule's strategies depend only on the types and placements of operands and results.
+    """Returns True if a rule's strategies depend only on the types and placements of operands and outputs.
 
-    Attributes and constants of the op then do not matter, so that strategies can be cached by these.
+    Attributes and constants of the op then do not matter, so that strategies can be cached by types and placements.
     """
     asked = (one.spec, one.lin, one.mono, one.copy, one.reduce)
     more = one.local or one.halo or one.routes or one.local_stream
@@ -238,7 +243,12 @@ def _find_element_rank(
     outputs: tuple[TensorType, ...],
     wanted: tuple[Placement | None, ...],
 ) -> int | None:
-    """Returns the smallest rank that the elements of sharded lists can have; None if no list is sharded."""
+    """Returns the smallest number of dimensions that the elements of sharded TensorLists can have; None if no list is
+    sharded.
+
+    A list has no static element shape, but if its elements are sharded along dimension d they have at least d + 1
+    dimensions.
+    """
     pairs = list(zip(inputs, current)) + list(zip(outputs, wanted))
     ranks = [pl.dim + 1 for t, pl in pairs if t.dtype == "variant" and isinstance(pl, Shard)]
     return max(ranks) if ranks else None
@@ -252,8 +262,9 @@ def _parse_all_passes(texts: tuple[str | None, str | None, str | None]) -> tuple
 
 
 def _can_be(partial: Placement, dtype: str) -> bool:
-    """Returns True if a tensor of this dtype can have the placement ``partial``; every dtype can have one that is not
-    partial.
+    """Returns True if a tensor of this dtype can have this placement; only partial placements are limited.
+
+    Strings and resources cannot be partial, bools only partial maxima or minima, and complex numbers neither of these.
     """
     if not isinstance(partial, Partial):
         return True
@@ -300,7 +311,12 @@ def _list_strategies(
 # Roles: ``[outN]`` shape of output N; ``[inN]`` shape of operand N; ``[shape]`` shape of output 0, one size may be
 # unknown (-1); ``[elements]`` shape of a list's elements, any size may be unknown.
 def _find_subject(role: str, inputs: tuple[Any, ...], outputs: tuple[Any, ...]) -> Any:
-    """Returns the item of ``inputs`` or ``outputs`` whose shape an operand with this role carries.
+    """Returns the item that belongs to the operand or output of which a role carries the shape: "in1" is ``inputs[1]``.
+
+    Args:
+      role: name of the role, without brackets.
+      inputs: an item for each operand, such as its type or its placement.
+      outputs: likewise for each output.
 
     Raises:
       RuleError: there is no such role.
@@ -309,8 +325,13 @@ def _find_subject(role: str, inputs: tuple[Any, ...], outputs: tuple[Any, ...]) 
         return outputs[0]
     match = _NUMBERED.match(role)
     if match is None:
-        raise RuleError("an unknown role", given=f"[{role}]", expected="[outN], [inN], [shape], [elements]",
-                        action="correct the rule line")  # fmt: skip
+        raise RuleError(
+            "a rule line has an unknown role",
+            given=f"[{role}]",
+            expected="[outN] (the operand is the shape of output N, such as [out0]), [inN] (of operand N), [shape] (of "
+            "output 0, with at most one unknown size) or [elements] (of a list's elements)",
+            action='correct the role in the rule line; for example, rule("Fill", "[out0], . -> p*")',
+        )
     return (inputs if match[1] == "in" else outputs)[int(match[2])]
 
 
@@ -326,9 +347,9 @@ def list_operand_terms(line: Line, count: int) -> list[Term]:
 def can_localize(
     line: Line, inputs: tuple[TensorType, ...], outputs: tuple[TensorType, ...], strategy: Strategy
 ) -> bool:
-    """Returns True if operands with roles can be replaced by local constants under ``strategy``.
+    """Returns True if all operands with roles can be replaced by local constants under ``strategy``.
 
-    For that the shapes that they carry have to be static enough.
+    For a sharded tensor, the sizes of its other dimensions must be known; with the role ``[shape]`` one may be unknown.
     """
     for term in list_operand_terms(line, len(inputs)):
         if term.kind != "role" or term.role == "elements":
@@ -344,7 +365,7 @@ def can_localize(
 
 
 def compute_constants(line: Line, op: OpView, strategy: Strategy, coordinate: int) -> dict[int, np.ndarray]:
-    """Returns operand number -> local constant, for each operand with a role whose tensor is sharded."""
+    """Returns operand number -> constant with the local shape, for each operand with a role whose tensor is sharded."""
     found: dict[int, np.ndarray] = {}
     for i, term in enumerate(list_operand_terms(line, len(op.inputs))):
         if term.kind != "role":
@@ -366,8 +387,10 @@ def compute_constants(line: Line, op: OpView, strategy: Strategy, coordinate: in
 
 
 def _compute_element_shape(op: OpView, strategy: Strategy, coordinate: int, i: int) -> np.ndarray | None:
-    """Returns the shape of list elements that operand ``i`` has to give on ``coordinate``; None if it need not
-    change.
+    """Returns the element shape that operand ``i`` of a list op must have on ``coordinate``; None if the operand can
+    stay.
+
+    Sizes that are not constant in the program become -1 (unknown).
     """
     if op.attr("element_dtype") == "variant":
         return None  # a list of lists has handles as elements; what is sharded are the elements of the inner lists

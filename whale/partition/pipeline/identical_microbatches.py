@@ -1,4 +1,9 @@
-"""Finds which micro-batches of a rank can run the same functions."""
+"""Finds which micro-batches of a rank can run the same functions.
+
+``find_kinds`` makes the program of each micro-batch and groups consecutive ones that differ at most in constants that
+grow with the micro-batch's number. ``whale.partition.pipeline.microbatch_loop`` then needs one set of functions per
+group.
+"""
 
 from __future__ import annotations
 
@@ -25,8 +30,10 @@ class MicrobatchKind:
       members: numbers of the micro-batches.
       program: the program of the first of them.
       varying: name of a constant that differs between them -> (value in micro-batch 0, increment per micro-batch).
-      joins: all-reduce or all-gather over micro-batches -> a micro-batch's contribution to it.
-      region: node -> "outer", "each", "join" or "free" (see ``whale.partition.pipeline.microbatch_loop``).
+      joins: node that sums (all-reduce) or concatenates (all-gather) over micro-batches -> the tensor that each
+        micro-batch contributes; filled by ``microbatch_loop``.
+      region: node -> "outer" (in the main graph), "each" (in the functions), "join" (a node of ``joins``) or "free" (a
+        constant, copied wherever it is read); filled by ``microbatch_loop``.
     """
 
     members: range
@@ -136,7 +143,10 @@ def _has_same_attributes(x: Node, y: Node) -> bool:
 
 
 def may_carry(node: Node) -> bool:
-    """Returns True if an attribute of the node names a function, as those of loops, branches and calls do."""
+    """Returns True if the node may name functions in its attributes, as loops, branches and calls do.
+
+    A quick test, so that the attributes of all other nodes need not be searched.
+    """
     return any(
         isinstance(v, Func) or (isinstance(v, tuple) and v and isinstance(v[0], Func)) for v in node.attrs.values()
     )

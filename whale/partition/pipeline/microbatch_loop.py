@@ -28,16 +28,21 @@ _ACCUMULATES_FLAGS = {"sum": "LogicalOr", "prod": "LogicalAnd", "max": "LogicalO
 
 @dataclass
 class Function:
-    """Holds the signature of the function of one phase, while it is built.
+    """Holds the signature of the function of one phase, while ``Body`` builds it.
+
+    An argument or result is a pair (kind, source), where the source is the tensor of the rank's program that it stands
+    for.
 
     Attributes:
       name: name of the function.
-      arguments: (kind, source) of each argument. Kinds: "index", the number of the micro-batch; "sum", what earlier
-        micro-batches have accumulated; "handed", from another phase; "outer", from the main graph.
-      results: (kind, source) of each result. Kinds: "value", "piece" (rows to concatenate), "sum" and "handed".
+      arguments: (kind, source) of each argument. Kinds: "index", the micro-batch's number (source None); "sum", what
+        earlier micro-batches have accumulated; "handed", from another phase of the same micro-batch; "outer", from the
+        main graph.
+      results: (kind, source) of each result. Kinds: "value", equal in all micro-batches; "piece", rows to concatenate;
+        "sum", what has been accumulated so far; "handed", for another phase of the same micro-batch.
       types: the types of the results.
       inputs: the types of the arguments.
-      behind: nodes of the main graph for which every call has to wait.
+      behind: nodes of the main graph for which every call has to wait (control edges).
     """
 
     name: str
@@ -49,7 +54,11 @@ class Function:
 
 
 class Body:
-    """Builds the body of the function of one phase."""
+    """Builds the body of the function of one phase, for one kind of micro-batches.
+
+    ``take`` adds the nodes that compute a tensor, ``add_result`` makes the function return one, and ``finish`` returns
+    the body. Arguments are added as they turn out to be needed, and noted in ``function``.
+    """
 
     def __init__(self, kind: MicrobatchKind, phase: str, function: Function, phase_of: Callable[[str], str | None]):
         self.kind, self.phase, self.function, self.phase_of = kind, phase, function, phase_of
@@ -59,8 +68,10 @@ class Body:
         self.outputs: list[Ref] = []
 
     def take(self, ref: Ref) -> Ref:
-        """Returns the tensor ``ref`` inside the function: computed there, with all that it needs, or passed in as an
-        argument.
+        """Returns the tensor ``ref`` inside the function.
+
+        If this phase computes it, all nodes that it needs are added to the body; otherwise the function gets an
+        argument for it.
         """
         stack = [ref.node] if self._is_here(ref.node) else []
         while stack:
@@ -126,11 +137,11 @@ class Body:
         return Node(node.name, "AddV2", (Ref(names[2]), Ref(names[3])), (), kind, (t,), node.scope)
 
     def emit_accumulated(self, join: Ref, source: Ref) -> Ref:
-        """Emits the sum (or other reduction) of what earlier micro-batches have accumulated and this one's
-        contribution.
+        """Emits what has been accumulated after this micro-batch: the earlier micro-batches' value, reduced with this
+        one's.
 
         Args:
-          join: the all-reduce over micro-batches, which says which reduction it is.
+          join: the result of the all-reduce over micro-batches; its node says which reduction it is.
           source: this micro-batch's contribution.
         """
         t = self.kind.program.find_type(source)
@@ -146,7 +157,13 @@ class Body:
         return Ref(name)
 
     def add_result(self, what: str, of: Ref, value: Ref) -> None:
-        """Makes the function return ``value``; the caller finds it by its kind ``what`` and its source ``of``."""
+        """Makes the function return ``value``.
+
+        Args:
+          what: kind of the result (see ``Function``).
+          of: the tensor of the rank's program that the result stands for; callers look results up by kind and tensor.
+          value: the tensor inside the function.
+        """
         self.function.results.append((what, of))
         self.function.types.append(self.nodes[value.node].outputs[value.index])
         self.outputs.append(value)
@@ -174,7 +191,12 @@ _JOINS = (ALL_REDUCES - {HOROVOD_ALL_REDUCE}) | {"WhaleAllGather"}
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """Represents one call of a phase's function, for one micro-batch."""
+    """Represents one call of a phase's function, for one micro-batch.
+
+    Attributes:
+      phase: name of the phase, such as "F0"; "" without a pipeline schedule.
+      micro_batch: number of the micro-batch.
+    """
 
     phase: str
     micro_batch: int
@@ -254,8 +276,8 @@ class _Outliner:
                         op=node.name,
                         given=node.op,
                         expected="a sum over the micro-batches, or a concatenation of their rows",
-                        action="run again with `WHALE_DEBUG_DUMP=dir`, and report the program with the files in dir; "
-                        "or set pipeline.micro_batches=1",
+                        action="set pipeline.micro_batches=1; this is a fault of Whale: please report it with the "
+                        "program, which `WHALE_DEBUG_DUMP=dir` writes",
                     )
                 kind.region[node.name] = "join"
                 kind.joins[node.name] = node.inputs[1]
@@ -382,14 +404,18 @@ class _Outliner:
         return previous
 
     def _start(self, kind: MicrobatchKind, ref: Ref) -> Ref:
-        """Emits the initial value of an accumulator: a scalar that is the identity element of the reduction."""
+        """Emits the value with which the accumulation of ``ref`` over micro-batches begins: the reduction's identity
+        element, as a scalar.
+        """
         node = kind.program.by_name[ref.node]
         dtype = node.outputs[0].dtype
         value = np.array(find_identity(node.attrs["reduction"], dtype), find_numpy_dtype(dtype))
         return self._add_const(f"{ref.node}/start", value)
 
     def _join(self, kind: MicrobatchKind, ref: Ref, pieces: Sequence[Ref]) -> None:
-        """Emits the concatenation of the rows of all micro-batches."""
+        """Emits the concatenation of ``pieces``, the rows of each micro-batch in order, in place of the all-gather
+        ``ref``.
+        """
         node = kind.program.by_name[ref.node]
         t = node.outputs[0]
         axis = self._add_const(f"{ref.node}/axis", np.array(node.attrs["axis"], np.int32))

@@ -65,9 +65,11 @@ def find_batch_rows(program: Program, plan: Plan, position: int, micro_batches: 
 
 
 def can_keep_own_rows(program: Program, rows: Iterable[Sequence[int]], micro_batches: int) -> bool:
-    """Returns True if the rows that each rank passes itself can stay on that rank in every micro-batch.
+    """Returns True if ranks that pass their own rows can keep them, so that micro-batches need not move rows between
+    ranks.
 
-    That is so if ranks do not read each other's rows, or if each rank has equally many rows of every micro-batch.
+    That is so without micro-batches, or if no rank reads another rank's rows. Otherwise no scope may be limited to some
+    ranks, and all ranks must have the same number of rows, a multiple of the number of micro-batches.
 
     Args:
       program: the program of all ranks.
@@ -79,9 +81,11 @@ def can_keep_own_rows(program: Program, rows: Iterable[Sequence[int]], micro_bat
 
 
 def find_own_rows(program: Program, plan: Plan) -> set[tuple[int, ...]]:
-    """Returns the rows per rank along each mesh axis, if ranks pass equally many rows themselves for every micro-batch.
+    """Returns how many rows each rank has along each mesh axis, if ranks pass their own rows and keep them in every
+    micro-batch.
 
-    The result is empty if they do not, or pass the whole batch.
+    ``interleave_rows`` recognises by these sizes which exchanges move rows of the batch. The result is empty if ranks
+    pass the whole batch, or have unequal rows and read each other's.
 
     Args:
       program: the program of all ranks.
@@ -95,13 +99,14 @@ def find_own_rows(program: Program, plan: Plan) -> set[tuple[int, ...]]:
 
 @dataclass(frozen=True, slots=True)
 class MicrobatchProgram:
-    """Holds a rank's program and its plan over micro-batches, which all ranks with an equal program share.
+    """Holds a rank's program and its plan over micro-batches. Planning is slow, so ranks with an equal program share
+    one.
 
     Attributes:
       program: the rank's program for all its rows.
-      rows: nodes that yield rows of the batch -> how micro-batches cut these rows.
-      plan: the plan over time (``time_plan``).
-      regions: node -> "before", "each" or "after".
+      rows: node that yields rows of the batch -> how micro-batches cut these rows.
+      plan: the plan over micro-batches, made by ``time_plan``.
+      regions: node -> "before", "each" or "after" (see ``whale.partition.pipeline.plan_microbatches``).
     """
 
     program: Program
@@ -156,12 +161,14 @@ def make_interleaved_split(rows: int, micro_batches: int) -> Shard:
 
 
 def interleave_rows(program: Program, micro_batches: int, rows: Collection[tuple[int, ...]]) -> Program:
-    """Rewrites a rank's exchanges of rows so that each moves, for any micro-batch, only rows of that micro-batch.
+    """Rewrites a rank's exchanges of rows so that the exchange of one micro-batch moves only rows of that micro-batch.
 
-    The dimension of rows is viewed as (turns, micro-batches), and ranks exchange turns.
+    If row i belongs to micro-batch i modulo their number m, the dimension of rows can be viewed as (rows / m, m): each
+    index of the first one, a turn, has one row of every micro-batch. Ranks exchange whole turns, of which a micro-batch
+    then takes its own rows.
 
     Args:
-      rows: the rows of the ranks along each axis of the mesh; multiples of the number of micro-batches.
+      rows: the number of rows of each rank, one tuple per axis of the mesh; multiples of ``micro_batches``.
     """
 
     def interleave_graph(graph: Program) -> Program:
@@ -176,8 +183,8 @@ def interleave_rows(program: Program, micro_batches: int, rows: Collection[tuple
 
 
 def _view_rows(graph: Program, node: Node, micro_batches: int, rows: Collection[tuple[int, ...]]) -> list[Node]:
-    """Returns the nodes that replace ``node``: itself between two reshapes if it exchanges rows of the batch, else
-    itself.
+    """Returns the nodes that replace ``node``: the node between two reshapes if it exchanges rows of the batch, else
+    the node alone.
     """
     if node.op not in _OPS or not node.outputs[0].is_static or not graph.find_type(node.inputs[1]).is_static:
         return [node]
@@ -190,11 +197,12 @@ def _view_rows(graph: Program, node: Node, micro_batches: int, rows: Collection[
 
 
 def _put_in_views(graph: Program, node: Node, turns: Mapping[int, int], micro_batches: int) -> list[Node]:
-    """Returns ``node`` between reshapes that view each dimension of rows as (turns, indices of one turn).
+    """Returns ``node`` between reshapes that view each dimension of rows as (turns, indices of one turn); see
+    ``interleave_rows``.
 
     Args:
-      turns: dimension of rows -> number of indices of one turn. If there is only one, the node is marked with it, so
-        that micro-batches may cut it.
+      turns: dimension of rows -> number of indices in one turn. If the node has a single such dimension, it gets the
+        mark ``runs``, so that micro-batches may cut it.
     """
     e = Emitter(0, 1, "", "")
     source, made = graph.find_type(node.inputs[1]), node.outputs[0]

@@ -30,8 +30,9 @@ def kinds(
       program: the whole program, with all stages.
       each: the nodes that are computed for each micro-batch.
       stages: stage -> its number in the order in which data pass the stages.
-      weights_apart: True if W is to be told from B.
-      agreed: F, B or W of nodes, as found on other ranks, which may read results that no node reads here.
+      weights_apart: True to tell weight gradients (W) from the rest of the backward pass; False: they are B.
+      agreed: node -> F, B or W, as found on ranks with rows. A rank without rows does not read what it sends to them,
+        so that its own program does not show for what such a node is needed.
 
     Raises:
       PlanError: stages wait for each other in a way that no schedule allows.
@@ -73,11 +74,12 @@ def _add_what_is_fetched(
     back: Collection[str],
     sent_back: Collection[str],
 ) -> None:
-    """Adds the nodes from which a fetched loss or metric of all micro-batches is computed to ``forward``.
+    """Adds to ``forward`` the nodes from which a fetched value of all micro-batches, such as a loss or metric, is
+    computed.
 
-    Nodes for which an earlier stage waits belong to the backward pass and are not added: a fetched gradient norm must
-    not make backward passes part of the forward pass. The only exception is the cheapest fetched value of the last
-    stage: the loss.
+    A value whose computation an earlier stage also waits for belongs to the backward pass and is left there: fetching a
+    gradient norm must not make backward passes forward ones. The one exception is the fetched value of the last stage
+    that takes the fewest nodes, which is the loss.
     """
     before: dict[str, set[str]] = {}
     for name in _read_for_outputs(program, each):
@@ -121,8 +123,8 @@ def in_stages_of_readers(program: Program, stages: Mapping[str, int], agreed: Ma
     """Moves collectives that have no stage, such as gathers of an input's shards, to the first stage that reads them.
 
     Args:
-      stages: stage -> its number in the order of the data.
-      agreed: node -> stage, as found on other ranks: a rank without rows does not read what it sends to them.
+      stages: stage -> its number in the order in which data pass the stages.
+      agreed: node -> stage, as found on ranks with rows; a rank without rows does not read what it sends to them.
     """
     first = dict(agreed)  # node -> the first of the stages that read it
     moved: dict[str, Node] = {}
@@ -139,7 +141,9 @@ def in_stages_of_readers(program: Program, stages: Mapping[str, int], agreed: Ma
 
 
 def _numbers(program: Program, stages: Mapping[str, int]) -> dict[str, int]:
-    """Returns the stage number of each node; nodes that lowering added get that of their operands, free nodes none."""
+    """Returns the stage number of each node: of its scope's stage, or else the largest number of its operands. Free
+    nodes have none.
+    """
     at: dict[str, int] = {}
     free = free_nodes(program)
     for node in program.nodes:
@@ -162,7 +166,7 @@ def _circle(node: Node, other: str) -> PlanError:
         op=f"{node.name} ({node.op})",
         given=f"the operation reads {other}, which an earlier stage computes from what later stages send back",
         expected="forward passes in the order of the stages, backward passes in the opposite one",
-        action="put this part of the model into the earlier stage",
+        action="build this operation under the wh.stage scope of the earlier stage",
     )
 
 

@@ -8,14 +8,14 @@ ranks. Along this axis a shard (``S``) is a slice of rows, a partial sum (``P``)
     each     nodes that are computed once for each micro-batch
     after    nodes that need all of them: reductions over ranks, updates, metrics
 
-There is no second round of micro-batches. If a node of ``each`` reads a sum over all micro-batches, there are two ways
-out. The sum is computed on the whole batch before, if it depends on inputs only (such as the number of tokens that a
-mask leaves). Or its reader is computed on the whole batch after, if no update depends on it (the deviation of a
-metric), or no matrix product (gradient rows that an optimizer clips by their norm or divides by sums of squares).
-Everything else is an error.
+Each micro-batch runs once: there is no second round. So a node of ``each`` that reads a sum over all micro-batches
+needs a way out, of which there are two. If the sum depends on inputs only (such as the number of tokens that a mask
+leaves), it is computed on the whole batch, before the micro-batches. Otherwise the reader is computed on the whole
+batch, after the micro-batches, provided that no update depends on it (the deviation of a metric), or that no matrix
+product does (gradient rows that an optimizer clips by their norm). In all other cases planning fails with an error.
 
-``untie_microbatches`` first removes control edges and operands that would tie micro-batches to each other for no
-effect. A rank without rows takes part in the communication of micro-batches as often as the ranks with rows.
+``untie_microbatches`` first removes control edges and operands that needlessly tie micro-batches to each other. A rank
+without rows takes part in the communication of micro-batches as often as the ranks with rows.
 
 Decisions: 0028, 0085, 0095.
 """
@@ -52,14 +52,15 @@ _LOOKS = READS | {"VarHandleOp", "WhaleCommunicator"}  # stateful ops without ef
 def time_plan(
     program: Program, micro_batches: int, rows: Mapping[str, Shard], streams: bool = False, statistics: bool = False
 ) -> tuple[Plan, dict[str, str]]:
-    """Plans a rank's program over an axis of ``micro_batches`` coordinates in time.
+    """Plans a rank's program over the time axis: an axis whose ``micro_batches`` coordinates run one after the other.
 
     Args:
       program: as ``untie_microbatches`` returns it.
       rows: name of each node that yields rows of the batch -> how micro-batches cut its result. Such nodes are inputs,
         slices of inputs, and receives of rows from other stages.
-      streams: True if random tensors with the batch's rows are drawn for each micro-batch; False: whole, before.
-      statistics: True if batch statistics are those of each micro-batch's rows.
+      streams: True if each micro-batch draws its own part of a random tensor with the batch's rows; False if the whole
+        tensor is drawn before the micro-batches.
+      statistics: True if each micro-batch takes batch statistics of its own rows.
 
     Returns:
       (the plan; node -> region: "before", "each" or "after").
@@ -120,7 +121,11 @@ def _layouts(
 
 
 def _replicate_once(layout: GraphLayout) -> GraphLayout:
-    """Replaces "first coordinate only" by "replicated" in a layout over time, where both mean that a node runs once."""
+    """Replaces first-rank placements (``O``) by replicated ones in a layout over time.
+
+    A node that exists only at the first coordinate, and one whose value is equal at all, are both computed once per
+    step.
+    """
 
     def replicate(placements: tuple[Placement, ...]) -> tuple[Placement, ...]:
         return tuple(B if p == FIRST else p for p in placements)
@@ -184,7 +189,11 @@ def _levels(program: Program, plan: Plan) -> dict[str, int]:
 
 
 def _choose_sums_once(program: Program, plan: Plan) -> dict[str, Strategy]:
-    """Returns strategies by which communication of sums over micro-batches runs once, after the last micro-batch."""
+    """Returns strategies that make exchanges of sums over micro-batches run once, after the last micro-batch, by node
+    name.
+
+    Without them each micro-batch would all-reduce its own partial sum.
+    """
     found: dict[str, Strategy] = {}
     for node in program.nodes:
         if node.op in EXCHANGES and any(
@@ -195,11 +204,13 @@ def _choose_sums_once(program: Program, plan: Plan) -> dict[str, Strategy]:
 
 
 def _corrections(program: Program, plan: Plan, level: Mapping[str, int]) -> dict[str, Strategy]:
-    """Returns strategies that make nodes run once, so that one round of micro-batches suffices; empty if it does
-    already.
+    """Returns strategies by which some nodes run once per step, so that each micro-batch runs once; {} if nothing is to
+    change.
+
+    ``time_plan`` plans again with these strategies.
 
     Raises:
-      PlanError: one round cannot suffice.
+      PlanError: a micro-batch needs a value of all micro-batches, and no strategy avoids that.
     """
     strategies = plan.strategies[""]
     found: dict[str, Strategy] = {}
@@ -244,9 +255,9 @@ def _corrections(program: Program, plan: Plan, level: Mapping[str, int]) -> dict
 
 
 def _leading_to_products(program: Program) -> set[str]:
-    """Returns the nodes that lead to a matrix product or convolution, in the forward or the backward pass.
+    """Returns the nodes on which a matrix product or convolution of the step depends, and these products themselves.
 
-    An optimizer's computations on gradient rows lead to none.
+    What an optimizer computes from gradients is not among them, so it may run after the micro-batches.
     """
     found: set[str] = set()
     for node in reversed(program.nodes):
@@ -261,10 +272,10 @@ def _has_products(program: Program, node: Node) -> bool:
 
 
 def _takes_whole(strategy: Strategy) -> bool:
-    """Returns True if all operands are replicated in time, so that only the results were divided, since that costs
-    nothing.
+    """Returns True if all operands of a node are replicated in time, so that running it once costs nothing extra.
 
-    An example is the gradient of a table that happens to have as many rows as the batch has words.
+    Planning has sharded only the result of such a node. An example is the gradient of a table that happens to have as
+    many rows as the batch has words.
     """
     return all(isinstance(p, Replicate) for p in strategy.inputs)
 
@@ -274,15 +285,20 @@ def _is_whole(ref: Ref, strategies: Mapping[str, Strategy], once: Collection[str
 
 
 def _has_no_rows(node: Node, strategies: Mapping[str, Strategy], once: Collection[str]) -> bool:
-    """Returns True if no operand of a node has rows of the batch, so that the node was divided only as that costs
-    nothing.
+    """Returns True if none of a node's operands has rows of the batch, so that the node can run once per step.
+
+    Args:
+      once: names of nodes for which it is already decided that they run once.
     """
     made = (strategies[r.node].outputs[r.index] for r in node.inputs if r.node not in once)
     return not any(isinstance(p, Shard | PerRank) for p in made)
 
 
 def _leading_to_updates(program: Program) -> set[str]:
-    """Returns the nodes on which some effect of the program depends, such as an update or a printed message."""
+    """Returns the nodes on which some effect of the program depends, such as an update or a printed message.
+
+    Other nodes are only fetched, as metrics are, and may run after the micro-batches.
+    """
     found: set[str] = set()
     stack = list(program.effects)
     while stack:
@@ -373,9 +389,9 @@ def _refuse_joined_rows(program: Program, ref: Ref, parts: int) -> None:
                 "the rows of a micro-batch would be gathered where a scope begins or ends that shards tensors",
                 op=f"{wants.name} ({wants.op})",
                 given=f"{parts} micro-batches; each rank has other rows of {ref}, and the operation needs all of them",
-                expected="rows of each rank in multiples of the micro-batches, a wh.split scope around the whole "
-                "model, or no such scope",
-                action="change the rows of a batch or of a rank, or pipeline.micro_batches",
+                expected=f"rows of each rank in multiples of {parts}, the number of micro-batches; or a wh.split scope "
+                "around the whole model; or no such scope",
+                action="change the batch size, batch.shares or pipeline.micro_batches",
             )
 
 
@@ -409,11 +425,12 @@ def _second_round(node: Node, given: str, parts: int) -> AcrossMicroBatchesError
 
 
 def untie_microbatches(program: Program) -> Program:
-    """Removes control edges and operands that would tie a micro-batch to others without effect.
+    """Removes control edges and operands that needlessly tie a micro-batch to the others.
 
-    These are control edges between nodes without effects, or from an assertion, which concerns the whole batch; and
-    operands that only give ones and zeros their shape. Recomputed nodes keep their control edges from the backward
-    pass. Scopes lose the ranks that they name, since the work is divided over ranks already.
+    Removed are control edges of nodes without side effects, unless they wait for a side effect; control edges from
+    assertions, except to nodes with side effects; and the operand of ZerosLike and OnesLike, if its shape is static.
+    Recomputed nodes keep their control edges, which delay them until the backward pass. Scopes lose the ranks that they
+    name, since the work is already divided over ranks.
     """
     if any(ranks_of_scope(node.scope) is not None for node in program.nodes):
         program = with_paths(program, lambda path: "/".join(with_ranks(part, ()) for part in path.split("/")))
@@ -455,7 +472,7 @@ def untie_microbatches(program: Program) -> Program:
 
 
 def _is_nothing(node: Node) -> bool:
-    """Returns True if a node's result has zero rows, so that it can be replaced by a constant."""
+    """Returns True if a node's result has no rows, as on a rank without rows, so that a constant can replace it."""
     if node.stateful or node.op in ("Const", "Placeholder") or len(node.outputs) != 1:
         return False
     t = node.outputs[0]
@@ -483,8 +500,10 @@ def _asserts(program: Program, node: Node) -> bool:
 
 
 def _find_strategies_without_rows(program: Program, micro_batches: int) -> dict[str, Strategy]:
-    """Returns strategies by which a rank without rows takes part in the other ranks' exchanges, once per
-    micro-batch.
+    """Returns strategies for the collectives of rows on a rank that has no rows itself, by node name.
+
+    With them the collectives run once per micro-batch, as on the ranks with rows. Without rows, planning would run them
+    once per step, and the other ranks would wait forever.
     """
     found: dict[str, Strategy] = {}
     known: set[str] = set()  # constants, what is computed from them, and empty results of collectives

@@ -124,7 +124,13 @@ class _Connector:
     def _join_along(
         self, name: str, dtype: str, pieces: list[tuple[tuple[Span, ...], Ref]], block: tuple[Span, ...], dim: int
     ) -> Ref:
-        """Joins pieces whose spans are equal in the dimensions before ``dim``, dimension by dimension."""
+        """Joins the received pieces of a block: groups them by their span in dimension ``dim``, joins each group along
+        the following dimensions, and concatenates the groups along ``dim``.
+
+        Args:
+          pieces: (spans, tensor) of each piece; all spans of dimensions before ``dim`` are equal.
+          block: the whole block.
+        """
         if len(pieces) == 1:
             return pieces[0][1]
         groups: dict[Span, list[tuple[tuple[Span, ...], Ref]]] = {}
@@ -197,12 +203,13 @@ class _Connector:
         return Marks(micro_batch_rows=str(self._find_rows(key, t, part.spans is None)), edge=edge)
 
     def _find_rows(self, key: str, t: TensorType, direct: bool) -> Shard:
-        """Returns how micro-batches cut this rank's part of a tensor that is sent between groups.
+        """Returns how micro-batches cut the part of a tensor that this rank sends or receives.
 
         Args:
           key: name of the tensor.
           t: type of the part.
-          direct: True if the part is all that the sender holds.
+          direct: True if the part is all that the sender holds. It is then cut as the tensor is, if all groups have the
+            same plan; otherwise the part is cut evenly.
         """
         cut = self.rows[key]
         if direct and not self.stages.plan.others:

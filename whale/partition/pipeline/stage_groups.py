@@ -59,12 +59,12 @@ def plan_stage_groups(program: Program, settings: PlanSettings, groups: tuple[St
 
 @dataclass(frozen=True, slots=True)
 class _GroupKind:
-    """Holds what stage groups with the same plan have in common.
+    """Describes stage groups that can share a plan: those of equal size, mesh and shares.
 
     Attributes:
       size: number of ranks.
       mesh: the axes of the group's mesh.
-      shares: shares of the batch's rows of the group's ranks; (): rows are divided evenly.
+      shares: the ranks' shares of the batch's rows; (): rows are divided evenly.
     """
 
     size: int
@@ -85,7 +85,7 @@ def _find_kind(group: StageGroup, settings: PlanSettings) -> _GroupKind:
             op=group.name,
             given=f"batch.shares={list(shares)}, ranks {list(group.ranks)}",
             expected="at least one rank with rows in each stage",
-            action="change batch.shares or the devices of the stages",
+            action="change batch.shares, or the devices of the wh.stage scopes",
         )
     return _GroupKind(size, mesh, mine)
 
@@ -173,7 +173,10 @@ def make_mesh_of_size(settings: PlanSettings, size: int) -> tuple[Axis, ...]:
 
 
 def _find_known_layouts(settings: PlanSettings, kind: _GroupKind) -> dict[str, Tiles]:
-    """Returns how earlier programs have sharded variables, as far as a group of this kind has axes of those sizes."""
+    """Returns the variables' shards that earlier programs of the run have fixed, by variable, for a group of this kind.
+
+    Shards over axes of sizes that the group does not have are left out.
+    """
     sizes = {kind.size, *(a.size for a in kind.mesh)}
     return {name: tiles for name, tiles in settings.split.tiles.items() if sizes.issuperset(tiles.sizes)}
 
@@ -242,10 +245,14 @@ class _ScheduleCache:
 
 
 def _find_first_readers(plan: Plan) -> list[tuple[int, ...]]:
-    """Returns a set of coordinates that together read every tensor that any coordinate reads in a micro-batch.
+    """Returns coordinates of a stage group that together read every tensor that any rank of the group reads in a
+    micro-batch.
 
-    The first coordinates alone may be the ones that fetch, and coordinates without rows do not read what others gather.
-    The result is [] if all coordinates read the same tensors.
+    No single coordinate need read all: only coordinate 0 runs what runs once, and a coordinate without rows does not
+    read what the others gather. The phases of nodes are found on these coordinates and then used on all.
+
+    Returns:
+      the coordinates; [] if every coordinate reads the same tensors, so that any one will do.
     """
     along: list[list[int]] = []
     more = False
@@ -266,12 +273,12 @@ def _refuse(settings: PlanSettings, groups: Sequence[StageGroup]) -> None:
             "some ranks have no stage",
             given=f"{settings.size} ranks, of which the stages use {used}",
             expected="a stage for every rank",
-            action="start fewer ranks or change the devices of the stages",
+            action=f"start {used} ranks (`whale run -np {used}`), or change the devices of the wh.stage scopes",
         )
     if settings.batch.local:
         raise PlanError(
-            "pipeline stages do not support batches of which every rank passes its own rows yet",
-            given="rows of each rank's own (wh.shard, or batch.mode=local)",
+            "a program with pipeline stages cannot take a batch of which each rank passes only its own rows",
+            given="each rank's own rows (wh.shard, or batch.mode=local)",
             expected="the whole batch on every rank, of which each stage takes the rows that it computes",
             action="pass the whole batch on every rank, without wh.shard and batch.mode=local",
         )

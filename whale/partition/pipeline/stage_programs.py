@@ -36,7 +36,9 @@ class Cut:
 
     @property
     def keys(self) -> frozenset[str]:
-        """Returns the names of the tensors that the group receives from other groups."""
+        """Returns the names of the tensors that the group receives from other groups, as used in the keys of sends and
+        receives.
+        """
         return frozenset([*map(str, self.taken), *(FETCH_KEY.format(i) for i in self.fetched)])
 
 

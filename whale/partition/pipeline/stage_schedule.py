@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from whale.errors import PlanError
 from whale.ir.emitter import COMMUNICATOR
-from whale.ir.layout import Shard, parse_placement, shard
+from whale.ir.layout import LEGEND, Shard, parse_placement, shard
 from whale.ir.ops import POINT_TO_POINT
 from whale.ir.pipeline_schedule import count_credits, count_live_micro_batches, make_schedule
 from whale.ir.plan import Plan
@@ -51,10 +51,11 @@ class AgreedPhases:
 class WholeSchedule:
     """Plans the micro-batches of the whole program for one coordinate, as if its ranks ran all stages.
 
-    Ranks of different stages agree on this plan, and thus on what they exchange in each micro-batch.
+    Ranks of different stages follow this common plan, and so agree on what they exchange in each micro-batch.
+    ``pipeline`` turns the program of one rank into calls per micro-batch under this plan.
 
     Attributes:
-      rows: tensors with rows of the batch -> how these are cut into micro-batches.
+      rows: tensor with rows of the batch -> how micro-batches cut it.
       kinds: node computed per micro-batch -> F, B or W.
       stages: node computed per micro-batch -> its stage.
     """
@@ -126,9 +127,10 @@ class WholeSchedule:
                     raise PlanError(
                         "two stages cut a tensor into micro-batches in two ways",
                         op=node.name,
-                        given=f"{found} where it is sent, {wanted} where it is received",
+                        given=f"{found} where it is sent, {wanted} where it is received ({LEGEND})",
                         expected="the same rows in each micro-batch",
-                        action="set pipeline.micro_batches=1",
+                        action="set pipeline.micro_batches=1; this is a fault of Whale: please report it with the "
+                        "program, which `WHALE_DEBUG_DUMP=dir` writes",
                     )
         each = {name for name, region in regions.items() if region == EACH}
         groups = self.plan.stage_groups
@@ -136,8 +138,8 @@ class WholeSchedule:
             raise PlanError(
                 "some ranks have more stages than others",
                 given="; ".join(f"ranks {list(group.ranks)}: {group.name}" for group in groups),
-                expected="as many stages on each rank, for a schedule of micro-batches",
-                action="change the devices of the stages, or set pipeline.micro_batches=1",
+                expected="the same number of stages on each rank, if the step runs in micro-batches",
+                action="change the devices of the wh.stage scopes, or set pipeline.micro_batches=1",
             )
         chunks = {stage: i for i, stage in enumerate(groups[number].stages)}
         phases = phases_of_rank(program, each, self.kinds, chunks)
@@ -148,10 +150,10 @@ class WholeSchedule:
         waiting = count_credits(rows)
 
         def count_room(edge: tuple[int, int]) -> int:
-            """Returns how many results of one kind may be in flight between two stage groups.
+            """Returns how many messages of one tensor may be in flight on an edge (sending stage group, receiving one).
 
-            That is one that is being read, and those that may wait (``count_credits``). Between groups that are not
-            neighbours, it is one more than the micro-batches that the sender keeps alive.
+            That is the one that is being read, and those that may wait by ``count_credits``. An edge between groups
+            that are not neighbours has none there; then as many may wait as the sender has live micro-batches.
             """
             return 1 + waiting.get(edge, count_live_micro_batches(rows[edge[0]]))
 
@@ -181,12 +183,12 @@ def _find_split(node: Node) -> Shard:
 # its receiver waits, instead of filling memory.
 @dataclass(frozen=True)
 class _OutsideBody:
-    """Holds a function's body after its sends and receives were moved out of it.
+    """Holds a function's body after its sends and receives were moved out of it, to the graph that calls the function.
 
     Attributes:
       body: the body, in which received tensors have become arguments and sent tensors results.
-      received: the receives, in the order of the added arguments.
-      sent: the sends, in the order of the added results.
+      received: the removed receives, in the order of the added arguments.
+      sent: the removed sends, in the order of the added results.
     """
 
     body: Program
@@ -195,11 +197,12 @@ class _OutsideBody:
 
 
 def hoist_sends(program: Program, room: Callable[[tuple[int, int]], int]) -> Program:
-    """Moves sends and receives of rows from the functions of an outlined program to the main graph, one per
-    micro-batch.
+    """Moves sends and receives of rows out of the functions of a phase, into the main graph: one per call of the
+    function.
 
     Args:
-      room: (number of the sending stage group, of the receiving one) -> number of results of one kind that may be in
+      program: the result of ``outline``.
+      room: (number of the sending stage group, of the receiving one) -> how many messages of one tensor may be in
         flight between them.
     """
     taken = {name: _take_out(body) for name, body in program.functions.items()}
@@ -246,10 +249,13 @@ def hoist_sends(program: Program, room: Callable[[tuple[int, int]], int]) -> Pro
 
 
 def _find_latest(before: Sequence[str], count: int) -> tuple[str, ...]:
-    """Returns the control edge for one more operation with ``count`` in flight: the one of ``before`` that has to end
-    first.
+    """Returns the operation that has to end before one more may start, if ``count`` may be in flight: the ``count``-th
+    from the end of ``before``.
 
-    The result is () if fewer than ``count`` operations come before.
+    The result is a tuple of control edges; () if fewer than ``count`` operations have started.
+
+    Args:
+      before: names of the operations started so far, in order.
     """
     return (before[-count],) if len(before) >= count else ()
 

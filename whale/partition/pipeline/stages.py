@@ -43,10 +43,10 @@ Ends = Callable[[Program, tuple[int, ...]], Mapping[str, Strategy]]
 
 
 class StagePartitioner(AxisPartitioner):
-    """Partitions a stage group's part of a program under the plans that were made for the whole program.
+    """Partitions a stage group's part of a program, under the plans that were made for the whole program.
 
-    Ranks that run the same part as the first coordinates, but for values, use the first coordinates' plan, even if the
-    rest of the program differs.
+    Ranks whose part is the same as that of the first coordinates, but for values of constants, use the first
+    coordinates' plan, even if their programs differ elsewhere.
     """
 
     def __init__(self, whole: AxisPartitioner, part: Program, ends: Ends):
@@ -163,12 +163,16 @@ class Stages:
         return self.plan.stage_groups[source].plan == self.plan.stage_groups[target].plan
 
     def find_sent_layout(self, key: str, source: int, target: int, at: tuple[int, ...]) -> Layout:
-        """Returns the placements in which the ranks of group ``source`` send a tensor, one per axis up to the one after
-        ``at``.
+        """Returns the placements in which the ranks of group ``source`` send a tensor to group ``target``.
 
         Args:
           key: name of the tensor.
-          at: first coordinates of the sending ranks.
+          source: number of the sending stage group.
+          target: number of the receiving stage group.
+          at: coordinates of the sending ranks along the outer axes of their mesh.
+
+        Returns:
+          one placement for each axis that ``at`` covers, and one for the next axis.
         """
         made = self._find_made_layout(key, source, at)
         if self.is_direct(source, target):
@@ -178,8 +182,10 @@ class Stages:
         )
 
     def find_received_layout(self, key: str, source: int, target: int, at: tuple[int, ...]) -> Layout:
-        """Returns the placements in which the ranks of group ``target`` receive a tensor, per axis up to the one after
-        ``at``.
+        """Returns the placements in which the ranks of group ``target`` receive a tensor from group ``source``.
+
+        Arguments and result are as in ``find_sent_layout``, but ``at`` and the placements are those of the receiving
+        mesh.
         """
         made = self._find_made_layout(key, target, at)
         if self.is_direct(source, target):
@@ -230,9 +236,9 @@ class Stages:
         return {}
 
     def _can_cross_in_parts(self, key: str, source: int, target: int) -> bool:
-        """Returns True if a tensor can be sent in the shards in which it is produced.
+        """Returns True if a tensor can be sent between the groups in shards; False if it has to be sent whole.
 
-        That is so if both meshes cut each dimension into runs of the same size (see ``whale.ir.crossing.can_cross``).
+        It can if both meshes cut each dimension into runs of the same size (see ``whale.ir.crossing.can_cross``).
         """
         t = self.find_type(key)
         if not t.is_static:
@@ -266,10 +272,11 @@ class Stages:
         return tuple(found)
 
     def _find_made_layout(self, key: str, number: int, at: tuple[int, ...]) -> Layout:
-        """Returns the placements in which a tensor is produced on group ``number``'s mesh, per axis up to the one after
-        ``at``.
+        """Returns the placements in which a tensor is produced on group ``number``'s mesh, for the axes of ``at`` and
+        the next one.
 
-        Coordinates with as many rows as the first one use its placements, if these fit the tensor's size there.
+        They are those of the first coordinates if the ranks at ``at`` have as many rows and these placements fit the
+        tensor's size there; otherwise those of the plan for ``at``.
         """
         levels, t = self.make_level_partitioner(number), self.find_type(key)
         found: list[Placement] = []

@@ -13,11 +13,12 @@ from whale.sharding_rules.registry import rule
 
 
 def find_product_letters(node: Node, rank: int) -> tuple[str, ...]:
-    """Returns, as in an einsum equation, a word for each operand of a product and for its result; () if it is no
-    product.
+    """Returns the einsum equation of a matrix product or Einsum as words: one word for each operand, then the result's.
+
+    The result is () for other ops. A MatMul without transposes gives ("mk", "kn", "mn").
 
     Args:
-      rank: number of dimensions of a matrix product's operands, for which nothing may broadcast.
+      rank: number of dimensions of both operands of a matrix product; batch dimensions must not broadcast.
     """
     if node.op == "Einsum":
         return _split_equation(node)
@@ -90,7 +91,9 @@ def _expand_ellipsis(word: str, rank: int) -> str:
 
 
 def _list_single_operands(op: OpView) -> str | None:
-    """Lets partial sums pass any one operand: its product with replicated ones is partial."""
+    """Returns ``lin`` of Einsum: the numbers of all operands, joined by "|", as any one of them may be a partial
+    sum.
+    """
     return "|".join(str(i) for i in range(len(op.inputs)))
 
 

@@ -47,7 +47,9 @@ def set_diag(op: OpView) -> str:
 
 
 def _find_linear_diagonals(op: OpView) -> str | None:
-    """Lets partial sums pass the diagonals alone, if the padding value is a constant zero."""
+    """Returns ``lin`` of MatrixDiagV3 and MatrixDiagPartV3: partial sums pass operand 0 if the padding value is a
+    constant zero, else None.
+    """
     last = len(op.inputs) - 1
     padding = op.const(last)
     return "0" if padding is not None and not padding.any() else None

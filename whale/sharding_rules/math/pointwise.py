@@ -107,9 +107,9 @@ _NOT_LINEAR = (
 
 
 def _cast_is_linear(op: OpView) -> str | None:
-    """Lets partial sums pass a Cast between floating types.
+    """Returns ``lin`` of Cast: partial sums pass a Cast between floating types, else None.
 
-    Casts to integers truncate. A Cast that rounds for sending must come after the sum.
+    Casts to integers truncate. A Cast to fewer bits before sending (``Marks.rounds_for_wire``) must come after the sum.
     """
     if op.marks.rounds_for_wire:
         return None
@@ -117,23 +117,30 @@ def _cast_is_linear(op: OpView) -> str | None:
 
 
 def _cast_is_monotone(op: OpView) -> str | None:
-    """Lets partial maxima and minima pass a Cast that keeps the order: to floating types, and from bool."""
+    """Returns ``mono`` of Cast: partial maxima and minima pass a Cast that keeps the order, to floating types or from
+    bool.
+    """
     return "0" if op.outputs[0].dtype in FLOATING or op.inputs[0].dtype == "bool" else None
 
 
 def _div_is_linear(op: OpView) -> str | None:
-    """Lets partial sums pass the numerator of a division that does not round: of floating type."""
+    """Returns ``lin`` of a division: partial sums pass the numerator if the type is floating; integer division
+    rounds.
+    """
     return "0" if op.outputs[0].dtype in FLOATING else None
 
 
 def _add_line(op: OpView) -> str | None:
-    """Lets partial sums pass an addition if both operands are partial; not for strings, which are concatenated."""
+    """Returns ``lin`` of an addition: partial sums pass if both operands are partial; None for strings, which are
+    concatenated.
+    """
     return None if op.outputs[0].dtype == "string" else "0&1"
 
 
 def _find_no_known_outputs(op: OpView, strategy: Strategy, coordinate: int) -> tuple[np.ndarray | None, ...]:
-    """Returns no known output for IdentityN: each operand has its own placement, so an empty one tells nothing of
-    others.
+    """Returns None for each output of IdentityN, so that it also runs on empty shards.
+
+    Each operand has its own placement, so that one empty operand does not mean that the others are empty.
     """
     return (None,) * len(op.outputs)
 

@@ -62,7 +62,7 @@ def mean(op: OpView) -> str:
 
 
 def _mean_is_linear(op: OpView) -> str | None:
-    """Lets partial sums pass a floating mean; an integer mean rounds."""
+    """Returns ``lin`` of Mean: partial sums pass a floating mean; None for an integer mean, which rounds."""
     return "0" if op.outputs[0].dtype in FLOATING else None
 
 
@@ -84,7 +84,9 @@ def _compute_mean_as_sum(op: OpView, strategy: Strategy, coordinate: int) -> Loc
 
 
 def _pass_without_axes(op: OpView) -> str | None:
-    """Lets partial sums pass a reduction that reduces no axis, and so returns its operand."""
+    """Returns ``lin`` of Max, Min, Prod, Any and All: partial sums pass only if no axis is reduced, since the result is
+    then the operand.
+    """
     return "0" if _find_reduced_dims(op) == set() else None
 
 

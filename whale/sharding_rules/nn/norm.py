@@ -44,18 +44,18 @@ def _write_image_term(op: OpView, batch: str) -> str:
 
 
 def _is_linear(op: OpView) -> str:
-    """Lets partial sums pass batch norm's scale and offset.
+    """Returns ``lin`` of batch norm: partial sums pass scale and offset (operands 1 and 2) together.
 
-    In inference, they also pass image, mean and offset together, of which outputs 0, 1 and 3 then are partial.
+    In inference they also pass image, offset and mean (0, 2 and 3) together, to outputs 0, 1 and 3.
     """
     return "1&2" if op.attr("is_training", True) else "1&2|0&2&3>0&1&3"
 
 
 def _grad_is_linear(op: OpView) -> str:
-    """Lets partial sums pass the incoming gradient of batch norm, and the scale, on which only the first result
-    depends.
+    """Returns ``lin`` of batch norm's gradient: partial sums pass the incoming gradient (operand 0), or the scale (2)
+    to output 0.
 
-    In inference the second result is linear in image and mean as well.
+    In inference they also pass image and mean (1 and 3) to output 1, alone or together with the scale.
     """
     return "0|2>0" if op.attr("is_training", True) else "0|2>0|1&3>1|1&2&3>0&1"
 

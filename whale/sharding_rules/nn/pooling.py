@@ -15,11 +15,14 @@ _RESIZE = "b h^ w^ c, . -> b y^ x^ c"
 
 
 def _write_pooled_dims(op: OpView, image: Dims | None, operand: int | None) -> tuple[list[str], list[str]]:
-    """Writes an image's dimensions (before, after) the pooling; they are sharded together if windows do not overlap.
+    """Writes the dimensions of an image before a pooling and after it, as two lists of items.
+
+    Dimensions in which windows do not overlap have a common label, so that they are sharded together; others cannot be
+    sharded.
 
     Args:
       image: shape of the image before the pooling.
-      operand: number of the operand with the window's size, which the one with the steps follows; None: both are
+      operand: number of the operand with the window's size, which the operand with the steps follows; None: both are
         attributes.
     """
     window = list(op.attr("ksize", ())) if operand is None else read_constant(op, operand)
@@ -83,14 +86,16 @@ def projective(op: OpView) -> str:
 
 
 def _crop_is_linear(op: OpView) -> str | None:
-    """Lets partial sums pass the image of CropAndResize, unless a constant other than 0 fills what lies outside of
-    it.
+    """Returns ``lin`` of CropAndResize: partial sums pass the image if what lies outside of it is filled with 0, else
+    None.
     """
     return None if float(op.attr("extrapolation_value", 0.0)) else "0"
 
 
 def _is_linear_with_fill(op: OpView) -> str:
-    """Lets partial sums pass the image of a transform, together with the fill value if it is used."""
+    """Returns ``lin`` of an image transform: partial sums pass the image, or image and fill value together if the fill
+    is used.
+    """
     return "0&3" if op.attr("fill_mode", "CONSTANT") == "CONSTANT" else "0"
 
 

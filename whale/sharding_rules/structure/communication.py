@@ -20,12 +20,14 @@ def reduction(op: OpView) -> str:
 
 
 def _find_linear_sum(op: OpView) -> str | None:
-    """Lets partial sums pass a sum over ranks, if it is of one tensor."""
+    """Returns ``lin``: partial sums pass a sum over ranks if it has one tensor, else None."""
     return "1" if op.attr("reduction") == "sum" and len(op.inputs) == 2 else None
 
 
 def _find_extremum(op: OpView) -> str | None:
-    """Lets partial maxima or minima pass a maximum or minimum over ranks, if it is of one tensor."""
+    """Returns ``mono``: partial maxima pass a maximum over ranks, and minima a minimum, if it has one tensor; else
+    None.
+    """
     kind = op.attr("reduction")
     return f"{kind}:1" if kind in ("max", "min") and len(op.inputs) == 2 else None
 

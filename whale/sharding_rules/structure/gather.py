@@ -86,13 +86,17 @@ def _count_addressed_dims(op: OpView) -> int | None:
 
 
 def _write_addressed_terms(op: OpView, flag: str = "") -> tuple[str, str] | None:
-    """Writes (the term of the table, the leading item of the indices' term) of an op with index tuples.
+    """Writes the terms of an op whose indices are positions in several dimensions of a table.
 
-    Addressed dimensions can be sharded if all sizes are known. If the op stays within blocks, the first one is sharded
-    together with the first dimension of the indices.
+    The dimensions that indices address can be sharded if all sizes are known. If indices stay within blocks, the first
+    of them is sharded together with the first dimension of the indices.
 
     Args:
-      flag: the flag of addressed dimensions that can be sharded: "+" if results are then partial.
+      flag: the flag of addressed dimensions: "+" if sharding them makes results partial.
+
+    Returns:
+      (the table's term; the item of the indices' first dimension with a blank after it, "" if it needs none), or None
+        if the number of addressed dimensions is unknown.
     """
     depth = _count_addressed_dims(op)
     if depth is None:
@@ -106,7 +110,9 @@ def _write_addressed_terms(op: OpView, flag: str = "") -> tuple[str, str] | None
 
 
 def _is_within_blocks(op: OpView) -> bool:
-    """Returns True if the node is known to stay within blocks (``Marks.blocks``), enough of them for all ranks."""
+    """Returns True if the node's indices are known to stay within blocks (``Marks.blocks``), at least one block for
+    each rank.
+    """
     return op.marks.blocks >= op.parts > 1
 
 
@@ -147,10 +153,16 @@ def _restrict_indices(op: OpView, strategy: Strategy, coordinate: int) -> Local:
 
 
 def _can_stay(op: OpView, indices: int, rows: int) -> bool:
-    """Returns True if a scatter can keep indices of other ranks, and write for them something without effect.
+    """Returns True if a scatter on one rank can keep the indices of other ranks, since what it writes for them changes
+    nothing.
 
-    That is zeros where elements are added, else the old value; for an update this is allowed only if no other element
-    of the block is written there. It returns False for whole rows, which are dropped: that moves less memory.
+    Where elements are added it writes zeros, otherwise the old value; the latter is right for an update only if nothing
+    else in the block is written at the same place. The result is False if values are whole rows: to drop rows of other
+    ranks moves less memory.
+
+    Args:
+      indices: number of the operand that has the indices.
+      rows: number of the operand that has the values.
     """
     at, elements = op.inputs[indices].shape, op.inputs[rows].shape
     if not op.marks.blocks or at is None or elements is None or len(elements) != len(at) - 1:
@@ -234,14 +246,14 @@ def _restrict_depth(op: OpView, strategy: Strategy, coordinate: int) -> Local:
 
 
 def dynamic_stitch(op: OpView) -> str:
-    """Writes the sharding rule of DynamicStitch, from the number of operands."""
+    """Writes the sharding rule of DynamicStitch: the rows that it puts together can be sharded by columns only."""
     count = len(op.inputs) // 2
     indices = [f"i{n}*^" for n in range(count)]
     return f"{', '.join(indices)}, {', '.join(f'{i} q*' for i in indices)} -> n^ q*"
 
 
 def _list_data_operands(op: OpView) -> str:
-    """Lists all data operands of DynamicStitch, through which partial values pass if all of them are partial."""
+    """Returns ``copy`` of DynamicStitch: partial values pass if all data operands are partial."""
     count = len(op.inputs) // 2
     return "&".join(str(count + n) for n in range(count))
 

@@ -30,12 +30,16 @@ def dense_bincount(op: OpView) -> str:
 
 
 def _find_count_reduction(op: OpView) -> str:
-    """Returns the reduction over shards' counts: sum, or max if only presence is counted (``binary_output``)."""
+    """Returns the reduction that combines the counts of shards: sum, or max with ``binary_output``, where a count is 0
+    or 1.
+    """
     return "max" if op.attr("binary_output", False) else "sum"
 
 
 def _find_linear_weights(op: OpView) -> str | None:
-    """Lets partial sums pass the weights of a count, if there are any."""
+    """Returns ``lin`` of a count: partial sums pass the weights (operand 2), if there are any that are added up; else
+    None.
+    """
     return "2" if op.inputs[2].shape == op.inputs[0].shape and not op.attr("binary_output", False) else None
 
 

@@ -34,14 +34,16 @@ def write_reshape_terms(
 
     From the left, the dimensions of both sides are divided into shortest groups of equal product. In each group, the
     outermost dimensions of both sides can be sharded together, in units of their greatest common divisor. A dimension
-    of size 1 that both sides have in the same place is a group of its own: it may be a batch of one row.
+    of size 1 that both sides have in the same place is a group of its own: it may be a batch of one row. Example: for
+    (6, 4) and (24,) the terms are "g1 x" and "(g1 4)", so that 24 is sharded in multiples of 4.
 
     Args:
       before: shape of the operand.
       after: shape of the result.
-      in_runs: if one dimension is what several make together, each of the several can be sharded, inner ones in runs.
-      parts: number of ranks. If the outermost of the several has fewer indices than that, the inner ones can be sharded
-        too, as with ``in_runs``: for example all rows' first choices of an expert, and then all second ones.
+      in_runs: True to allow, in a group with one dimension on one side and several on the other, to shard each of the
+        several; inner ones are then sharded in runs (``Shard.blocks``).
+      parts: number of ranks. Groups whose outermost dimension is smaller than that are treated as with ``in_runs``: for
+        example (choices, rows) of experts, where each row has 2 choices.
     """
     if 0 in before and 0 in after:
         return _write_empty_terms(before, after)
@@ -74,10 +76,12 @@ def write_reshape_terms(
 
 
 def _write_empty_terms(before: Dims, after: Dims) -> tuple[list[str], list[str]]:
-    """Writes the terms of a reshape of a tensor without elements, for which products of sizes mean nothing.
+    """Writes the terms of a reshape of a tensor without elements, for which the products of sizes are 0 and tell
+    nothing.
 
-    Trailing dimensions that both sides share can be sharded. Of the dimensions before them, those of a reshape can if
-    their products are equal; otherwise the leading ones that both sides share.
+    Trailing dimensions that both sides share can be sharded. The dimensions before them are treated as those of a
+    reshape of their own if their products are equal and not 0; otherwise the leading ones that both sides share can be
+    sharded.
     """
     same = 0
     while same < min(len(before), len(after)) and before[-1 - same] == after[-1 - same]:
@@ -96,9 +100,12 @@ def _write_empty_terms(before: Dims, after: Dims) -> tuple[list[str], list[str]]
 
 
 def _write_run(before: Dims, after: Dims, i: int, j: int) -> tuple[int, int]:
-    """Returns the ends of the shortest groups of dimensions, from ``i`` and ``j``, with equal products.
+    """Returns where the shortest groups of dimensions with equal products end, which begin at ``before[i]`` and
+    ``after[j]``.
 
-    If there are none, both groups extend to the end.
+    Returns:
+      (index after the group's last dimension in ``before``, the same in ``after``); the ends of both shapes if no
+        groups have equal products.
     """
     if i >= len(before) or j >= len(after):
         return len(before), len(after)
@@ -129,7 +136,15 @@ def _multiply(sizes: Dims) -> int:
 
 
 def _write_pair(label: str, before: Dims, after: Dims, in_runs: bool = False) -> tuple[list[str], list[str]]:
-    """Writes the terms of one group: its outermost dimensions share ``label``, the others cannot be sharded."""
+    """Writes the terms of one group of dimensions: the outermost ones of both sides share ``label``, the others cannot
+    be sharded.
+
+    Args:
+      label: the label, from which the others' labels are made.
+      before: the group's dimensions in the operand.
+      after: those in the result.
+      in_runs: as in ``write_reshape_terms``.
+    """
     if in_runs and (len(before) == 1) != (len(after) == 1) and before and after and all(before + after):
         several = [label if n == 0 else f"{label}i{n}" for n in range(max(len(before), len(after)))]
         joined = [f"({' '.join(several)})"]
@@ -152,9 +167,11 @@ def _write_pair(label: str, before: Dims, after: Dims, in_runs: bool = False) ->
 
 
 def _find_unknown_ratio(before: Dims, after: Dims) -> tuple[int, int] | None:
-    """Returns the products of the inner sizes that the shared label needs, if only the two outermost sizes are unknown.
+    """Returns by how much both sides' outermost dimensions, which are of unknown size, are compound: a pair of inner
+    sizes.
 
-    The result is None if other sizes are unknown, or the products do not divide each other.
+    For (None, 4) and (None,) it is (1, 4): the result's dimension is ``(label 4)``. The result is None if other sizes
+    are unknown, or neither product of the inner sizes divides the other.
     """
     if before[0] is not None or after[0] is not None or None in before[1:] + after[1:]:
         return None
@@ -220,7 +237,10 @@ def transpose(op: OpView) -> str:
 
 
 def concat(op: OpView) -> str:
-    """Writes the sharding rule of Concat, from the axis, along which each value has a number of runs."""
+    """Writes the sharding rule of Concat: all dimensions can be sharded, that of the axis in whole runs.
+
+    Along the axis, values and result are runs of one common length (see ``_write_runs``).
+    """
     first = op.node.op == "Concat"
     shape = op.inputs[1 if first else 0].shape
     if shape is None:
@@ -250,7 +270,7 @@ def _write_runs(sizes: list[int | None]) -> tuple[list[str], str]:
 
 
 def _list_concat_values(op: OpView) -> str:
-    """Lists all values of a Concat, through which partial values pass if all of them are partial."""
+    """Returns ``copy`` of Concat: partial values pass if all concatenated operands are partial."""
     shift = int(op.node.op == "Concat")
     return "&".join(str(i + shift) for i in range(len(op.inputs) - 1))
 
@@ -276,7 +296,10 @@ def unpack(op: OpView) -> str:
 
 
 def split_op(op: OpView) -> str:
-    """Writes the sharding rule of Split, from the axis, along which each result has a number of runs."""
+    """Writes the sharding rule of Split: all dimensions can be sharded, that of the axis in whole runs.
+
+    Along the axis, operand and results are runs of one common length (see ``_write_runs``).
+    """
     value, where = (1, 0) if op.node.op == "Split" else (0, 2)
     before = op.inputs[value].shape
     if before is None:
@@ -398,7 +421,10 @@ def shape_of(op: OpView) -> str:
 
 
 def _add_remote_sizes(op: OpView, strategy: Strategy, coordinate: int) -> Local:
-    """Adds the sizes on other ranks to a rank's shape, if the size of a sharded dimension is known only at run time."""
+    """Adds the other ranks' sizes to the result of Shape, if the sharded tensor has sizes known only at run time.
+
+    A rank then computes the shape of its own shard, and the sum is the global shape.
+    """
     cut = strategy.inputs[0]
     if op.inputs[0].is_static or not isinstance(cut, Shard):
         return UNCHANGED
