@@ -19,6 +19,9 @@ import sys
 from collections.abc import Iterable
 from typing import Any
 
+# The next action where only a fault of Whale itself can have led to an error.
+REPORT_FAULT = "this is a fault of Whale: please report it with the program, which WHALE_DEBUG_DUMP=FOLDER writes"
+
 
 class WhaleError(Exception):
     """Base class of every error that Whale raises on purpose.

@@ -17,7 +17,7 @@ from functools import partial
 from cost_model.graph.cpu_sharing import Clock, Host, Job, Thread
 from cost_model.graph.executor_graph import Steps
 from cost_model.graph.traffic import Exchange
-from whale.errors import PlanError
+from whale.errors import REPORT_FAULT, PlanError
 
 SLICE_S = 4e-3  # a tick of Linux's clock at 250 Hz
 SHORT_S = 2.5e-6  # kOpIsExpensiveThresholdCycles: 8,000
@@ -145,8 +145,7 @@ class _Run:
                     if stuck
                     else f"rank {rank.number} does not reach the end of its step",
                     expected="each exchange is reached by all of its ranks, in an order that lets every rank go on",
-                    action="this is a fault of Whale: please report it with the program, which "
-                    "`WHALE_DEBUG_DUMP=dir` writes",
+                    action=REPORT_FAULT,
                 )
         return [
             Played(

@@ -182,7 +182,10 @@ class RankZero:
 FIRST = RankZero()
 
 # Explains the letters of placements in error messages.
-LEGEND = "S(d): split along dimension d; B: replicated; P: partial, to be reduced; O: on the first rank only"
+LEGEND = (
+    "S(d)[a,b] split along dimension d, with a and b indices on the ranks; B replicated; P(op) partial, to be reduced; "
+    "O on the first rank only; own[a,b] each rank's own value, of a and b rows"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,12 +208,6 @@ class PerRank:
 
 Placement = Shard | Replicate | Partial | RankZero | PerRank
 Layout = tuple[Placement, ...]
-
-# Explains the letters of placements in messages to users.
-NOTATION = (
-    "S(d)[a,b] split along dimension d, with a and b indices on the ranks; B replicated; P(op) partial, to be reduced; "
-    "O on the first rank only; own[a,b] each rank's own value, of a and b rows"
-)
 
 
 @dataclass(frozen=True, slots=True)

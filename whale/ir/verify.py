@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import zip_longest
 from math import prod
 
-from whale.errors import PlanError, ProgramError
+from whale.errors import REPORT_FAULT, PlanError, ProgramError
 from whale.ir.ops import (
     ADDS,
     BRANCHES,
@@ -76,7 +76,7 @@ def _make_error(after: str, op: str, given: object, expected: object) -> Program
         op=op,
         given=given,
         expected=expected,
-        action="this is a fault of Whale: please report it with the program, which `WHALE_DEBUG_DUMP=dir` writes",
+        action=REPORT_FAULT,
     )
 
 

@@ -241,7 +241,8 @@ class AxisPartitioner:
             raise PlanError(
                 "groups of ranks would exchange a tensor of which they hold different parts",
                 op=name,
-                given=f"{mine} in the group at coordinates {at} of the mesh, {first} in the first group ({LEGEND})",
+                given=f"{mine} in the group at coordinates {at} of the mesh, {first} in the first group",
+                notation=LEGEND,
                 expected="the same parts in every group",
                 action=f"give each group of the axis {self.axes[len(at) - 1].name} the same number of rows (change the "
                 "batch size, or batch.shares)",

@@ -124,7 +124,8 @@ def emit_reshard(e: Emitter, r: Reshard, t: TensorType, source: Callable[[], Ref
     raise LayoutError(
         "no single reshard implements this change",
         op=str(r.ref),
-        given=f"{have} -> {want} ({LEGEND})",
+        given=f"{have} -> {want}",
+        notation=LEGEND,
         expected="two reshards: to a replicated tensor (B), and from it",
         action="make the plan again with `whale plan`",
     )

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from whale.errors import PlanError
+from whale.errors import REPORT_FAULT, PlanError
 from whale.ir.emitter import Emitter
 from whale.ir.layout import (
     FIRST,
@@ -207,7 +207,8 @@ class _RankPartitioner:
             raise PlanError(
                 "the plan lacks a reshard",
                 op=str(ref),
-                given=f"wanted as {wanted} ({LEGEND})",
+                given=f"wanted as {wanted}",
+                notation=LEGEND,
                 expected="an operation that yields the tensor in this placement, or a reshard to it",
                 action="make the plan again with `whale plan`",
             )
@@ -232,10 +233,10 @@ class _RankPartitioner:
             raise PlanError(
                 "a tensor would have to be sent to other ranks whose type cannot be sent",
                 op=str(ref),
-                given=f"the result of {producer.op} ({t.dtype}), wanted in placement {wanted} ({LEGEND})",
+                given=f"the result of {producer.op} ({t.dtype}), wanted in placement {wanted}",
+                notation=LEGEND,
                 expected="the placement in which the operation yields the tensor",
-                action="this is a fault of Whale: please report it with the program, which `WHALE_DEBUG_DUMP=dir` "
-                "writes",
+                action=REPORT_FAULT,
             )
         strategy = Strategy((B,) * len(producer.inputs), (wanted,) * len(producer.outputs), "made anew")
         name = f"{producer.name}/as_{''.join(c if c.isalnum() else '_' for c in str(wanted))}"

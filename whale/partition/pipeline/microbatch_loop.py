@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from whale.errors import PlanError
+from whale.errors import REPORT_FAULT, PlanError
 from whale.ir.layout import find_identity
 from whale.ir.ops import ALL_REDUCES, EXCHANGES, HOROVOD_ALL_REDUCE
 from whale.ir.plan import Plan
@@ -276,8 +276,7 @@ class _Outliner:
                         op=node.name,
                         given=node.op,
                         expected="a sum over the micro-batches, or a concatenation of their rows",
-                        action="set pipeline.micro_batches=1; this is a fault of Whale: please report it with the "
-                        "program, which `WHALE_DEBUG_DUMP=dir` writes",
+                        action=f"set pipeline.micro_batches=1; {REPORT_FAULT}",
                     )
                 kind.region[node.name] = "join"
                 kind.joins[node.name] = node.inputs[1]

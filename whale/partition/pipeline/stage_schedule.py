@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from whale.errors import PlanError
+from whale.errors import REPORT_FAULT, PlanError
 from whale.ir.emitter import COMMUNICATOR
 from whale.ir.layout import LEGEND, Shard, parse_placement, shard
 from whale.ir.ops import POINT_TO_POINT
@@ -127,10 +127,10 @@ class WholeSchedule:
                     raise PlanError(
                         "two stages cut a tensor into micro-batches in two ways",
                         op=node.name,
-                        given=f"{found} where it is sent, {wanted} where it is received ({LEGEND})",
+                        given=f"{found} where it is sent, {wanted} where it is received",
+                        notation=LEGEND,
                         expected="the same rows in each micro-batch",
-                        action="set pipeline.micro_batches=1; this is a fault of Whale: please report it with the "
-                        "program, which `WHALE_DEBUG_DUMP=dir` writes",
+                        action=f"set pipeline.micro_batches=1; {REPORT_FAULT}",
                     )
         each = {name for name, region in regions.items() if region == EACH}
         groups = self.plan.stage_groups

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from whale.errors import ProgramError
+from whale.errors import REPORT_FAULT, ProgramError
 from whale.ir.ops import BATCH_NORM_GRADIENTS, BATCH_NORMS
 from whale.ir.program import Node, Program, Ref, remove_unread, sort_nodes
 from whale.ir.values import DType, TensorType, require_static_shape
@@ -97,7 +97,7 @@ def _check_pair(program: Program, gradient: Node, chosen: set[str]) -> None:
             given=f"only {forward.name if forward.name in chosen else gradient.name} is selected",
             expected=f"both or none of {forward.name} and {gradient.name}",
             action="call decompose with a `predicate` that returns the same for both nodes; if a run or plan stops "
-            "here, this is a fault of Whale: please report it with the program (WHALE_DEBUG_DUMP=FOLDER writes it)",
+            f"here, {REPORT_FAULT}",
         )
 
 

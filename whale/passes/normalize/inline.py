@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from whale.errors import ProgramError
+from whale.errors import REPORT_FAULT, ProgramError
 from whale.ir.ops import CALLS, CONVOLUTIONS, FILTER_GRADIENTS, HAS_BODIES
 from whale.ir.program import COMPILED, Node, Program, Ref, iterate_function_refs, sort_nodes
 from whale.ir.values import Func, TensorType
@@ -138,8 +138,7 @@ class _Splice:
                 op=call.name,
                 given=f"{len(given)} arguments",
                 expected=f"{len(body.inputs)} arguments of {body.name}",
-                action="capture the program again; if it stops here once more, this is a fault of Whale: please report "
-                "it with the program (WHALE_DEBUG_DUMP=FOLDER writes it)",
+                action=f"capture the program again; if it stops here once more, {REPORT_FAULT}",
             )
         arguments = dict(zip(body.inputs, given))
         names = {n.name: self._name(f"{call.name}/{n.name}") for n in body.nodes if n.name not in arguments}

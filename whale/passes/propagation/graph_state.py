@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from whale.errors import PlanError
-from whale.ir.layout import FIRST, NOTATION, B, Partial, Placement, Replicate, Shard, Strategy, shard
+from whale.ir.layout import FIRST, LEGEND, B, Partial, Placement, Replicate, Shard, Strategy, shard
 from whale.ir.program import Node, Program, Ref
 from whale.ir.values import UNMOVABLE
 from whale.passes.analysis.rank_groups import RankGroups
@@ -187,7 +187,7 @@ def cannot_be_sent(needed: NeededWhole) -> PlanError:
         "an operation reads a whole value that is divided over ranks and can neither be sent nor be replicated",
         op=f"{needed.reader.name} ({needed.reader.op})",
         given=needed.given,
-        notation=NOTATION,
+        notation=LEGEND,
         expected="operands that every rank has",
         action="compute the value outside of the step, or move the operation out of the `with wh.split():` it is in",
     )

@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from itertools import pairwise
 
-from whale.errors import PlanError
+from whale.errors import REPORT_FAULT, PlanError
 from whale.ir.layout import B, Partial, PerRank, Placement, Replicate, Shard, Strategy
 from whale.ir.ops import HAS_BODIES
 from whale.ir.program import Node, Program, Ref
@@ -288,8 +288,7 @@ class Network:
                             op=next((str(p) for p in way[1:-1]), ""),
                             given="a partial sum that one reader must have reduced and another one must not",
                             expected="a place where the sum can be reduced for each of its readers",
-                            action="this is a fault of Whale: please report it with the program "
-                            "(WHALE_DEBUG_DUMP=FOLDER writes it)",
+                            action=REPORT_FAULT,
                         )
                     for a, b in steps:
                         left[a][b] -= flow

@@ -20,8 +20,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from types import MappingProxyType
 
-from whale.errors import PlanError
-from whale.ir.layout import FIRST, NOTATION, B, Partial, PerRank, Placement, RankZero, Replicate, Shard, Strategy
+from whale.errors import REPORT_FAULT, PlanError
+from whale.ir.layout import FIRST, LEGEND, B, Partial, PerRank, Placement, RankZero, Replicate, Shard, Strategy
 from whale.ir.ops import BRANCHES, HAS_BODIES, LOOPS
 from whale.ir.program import Node, Program, Ref
 from whale.ir.values import UNMOVABLE, Func
@@ -261,9 +261,9 @@ def _loop(graph: GraphState, node: Node, current: Sequence[Placement], walk: Wal
             "the layouts of a loop's variables do not converge",
             op=f"{node.name} ({node.op})",
             given=", ".join(map(str, state)),
-            notation=NOTATION,
+            notation=LEGEND,
             expected="for each variable a placement that the body returns as it got it",
-            action="this is a fault of Whale: please report it with the program (WHALE_DEBUG_DUMP=FOLDER writes it)",
+            action=REPORT_FAULT,
         )
     for ref, placement, of_one in zip(function.outputs, state, names):
         inner.need(ref, placement, node, of_one)

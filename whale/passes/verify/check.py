@@ -16,8 +16,8 @@ from graphlib import CycleError, TopologicalSorter
 
 import numpy as np
 
-from whale.errors import PlanError
-from whale.ir.layout import FIRST, NOTATION, P_SUM, B, Partial, PerRank, Placement, RankZero, Replicate, Shard, Strategy
+from whale.errors import REPORT_FAULT, PlanError
+from whale.ir.layout import FIRST, LEGEND, P_SUM, B, Partial, PerRank, Placement, RankZero, Replicate, Shard, Strategy
 from whale.ir.ops import BRANCHES, FUSED_UPDATE, HAS_BODIES, LOOPS
 from whale.ir.plan import Plan
 from whale.ir.program import Node, Program, Ref, Variable
@@ -39,10 +39,7 @@ from whale.sharding_rules.nn.attention import RINGS, count_ring_bytes
 from whale.sharding_rules.nn.norm import make_per_rank_moments
 from whale.sharding_rules.registry import is_decided_by_types
 
-_AGAIN = (
-    "make the plan again with `whale plan`; if Whale has just made it, this is a fault of Whale: please report it with "
-    "the program (WHALE_DEBUG_DUMP=FOLDER writes it)"
-)
+_AGAIN = f"make the plan again with `whale plan`; if Whale has just made it, {REPORT_FAULT}"
 
 
 def check(program: Program, plan: Plan) -> None:
@@ -74,7 +71,7 @@ def _fail(node: Node, given: object, expected: object) -> PlanError:
         op=f"{node.name} ({node.op})",
         given=given,
         expected=expected,
-        notation=NOTATION,
+        notation=LEGEND,
         action=_AGAIN,
     )
 
