@@ -140,7 +140,8 @@ class StepWatch(Protocol):
 
         Args:
           name: of the step, for messages.
-          number: of the program in this run; only the predicted program is timed.
+          number: index of the program among those compiled in this run; equal on all ranks, and part of the keys of its
+            messages; only the predicted program is timed.
         """
         ...
 
@@ -465,7 +466,8 @@ class Context(Ranks):
 
         Args:
           name: of the program.
-          number: of the program in this run.
+          number: index of the program among those compiled in this run; equal on all ranks, and part of the keys of its
+            messages.
           plan: returns the program's plan; called only if steps are measured.
         """
         if self.watch is not None and self.watch.progress is not None:

@@ -56,7 +56,7 @@ def wrap_with_replica_check(
 
     Args:
       step: name of the step, for messages.
-      handles: ``id`` of each handle of the step's variables.
+      handles: Python's ``id`` of the handle of each variable of the step's variables.
     """
     every = context.config["debug.check_replicas"]
     if not every or not context.has_other_processes:

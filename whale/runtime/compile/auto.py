@@ -72,7 +72,8 @@ def spread_program(
     Args:
       program: normalised.
       settings: for all ranks, or for the ranks of a dry run.
-      number: of the program in this run.
+      number: index of the program among those compiled in this run; equal on all ranks, and part of the keys of its
+        messages.
       captured: the program as captured, with its gradients marked, to be normalised again with recomputation; None:
         they are not marked, so nothing is recomputed.
       options: describes settings with which the step would fit into a number of bytes per rank, for the error.
@@ -204,8 +205,9 @@ def search_again(
     ``planning.slower``.
 
     Args:
-      program, settings, captured: as of ``spread_program``, with settings as if no variable had a layout yet.
-      number: of the program in this run.
+      program, settings, captured: as in ``spread_program``, with settings as if no variable had a layout yet.
+      number: index of the program among those compiled in this run; equal on all ranks, and part of the keys of its
+        messages.
       took: measured seconds of a step, and of its exchanges without waits.
       is_near: the prediction was about right, so the present strategy is only compared with one rank that computes on
         the cores of all.
@@ -273,7 +275,7 @@ def _compare_with_lending(
     is faster; collective.
 
     Args:
-      key: prefix of the messages' keys.
+      key: prefix of the keys by which ranks match these messages.
       took_s: measured seconds of a step now.
       bytes_per_s: rate of exchanges, for the result.
       started_s: when the search began, by ``time.perf_counter``.

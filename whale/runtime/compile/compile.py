@@ -64,7 +64,8 @@ class Compiled:
       plan: agreed on by all ranks.
       program: normalised and expanded; the plan refers to its nodes.
       ranks: one program for each rank of this process.
-      number: of the program in this run, equal on all ranks.
+      number: index of the program among those compiled in this run; equal on all ranks, and part of the keys of its
+        messages.
       seconds: phase of compilation -> its seconds.
       whole: warning that the program is not divided; "": it is, or that was said before.
       on_device: message about embedding tables that are not kept in the host's memory; "": none.
@@ -100,11 +101,12 @@ def compile_program(
     programs.
 
     Args:
-      local: inputs of which this rank gets its own rows only -> the rows of every rank.
-      variables: handle node -> layout of the variables that earlier programs have fixed.
-      marked: captures the program with its gradients marked, which recomputation needs; None: it cannot be captured so.
+      local: name of each input of which this rank gets only its own rows -> number of rows on every rank.
+      variables: name of a variable's handle node -> layout of the variables that earlier programs have fixed.
+      marked: returns the program captured again with the nodes of its backward pass marked, which recomputation needs;
+        None: it cannot be captured that way.
       movable: whether variables may get another layout before the program runs.
-      in_files: handle nodes of variables in files, which take no memory.
+      in_files: names of the handle nodes of variables in files, which take no memory.
       whole: whether every rank computes the whole batch, whose sizes the program does not know.
 
     Raises:
@@ -205,10 +207,11 @@ def search_again(
     """Searches another strategy for a captured program that runs and whose steps were measured; collective.
 
     Args:
-      program, local, whole: as of ``compile_program``.
-      number: of the program in this run.
-      given: handle node -> layout that the script sets for a variable.
-      took, is_near: as of ``whale.runtime.compile.auto.search_again``.
+      program, local, whole: as in ``compile_program``.
+      number: index of the program among those compiled in this run; equal on all ranks, and part of the keys of its
+        messages.
+      given: name of a variable's handle node -> layout that the script sets for a variable.
+      took, is_near: as in ``whale.runtime.compile.auto.search_again``.
 
     Raises:
       PlanError: no strategy can run now.
@@ -383,7 +386,7 @@ def ready_step(
 
     Args:
       function: the lowered functions.
-      uses: handle node -> how the step uses a variable that not all ranks hold alike.
+      uses: name of a variable's handle node -> how the step uses a variable that not all ranks hold alike.
       inputs: describes the inputs in words.
     """
     plan, program = compiled.plan, compiled.program
@@ -425,7 +428,7 @@ def bytes_under(
     rank; not collective.
 
     Args:
-      local, variables, in_files: as of ``compile_program``.
+      local, variables, in_files: as in ``compile_program``.
     """
     settings = _settings(program, context, variables).but(observer=PassObserver())
     captured, program = program, normalise(program, settings)

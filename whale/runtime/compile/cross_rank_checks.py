@@ -35,7 +35,7 @@ class _Mark(msgspec.Struct):
     Attributes:
       name: of the program.
       fingerprint: of the normalised program.
-      local: inputs of which the rank passes its own rows only -> the rows of every rank.
+      local: name of each input of which the rank passes only its own rows -> number of rows on every rank.
     """
 
     name: str
@@ -51,8 +51,9 @@ def compare_programs(program: Program, local: Mapping[str, tuple[int, ...]], num
     with other vector widths.
 
     Args:
-      local: inputs of which this rank passes its own rows only -> the rows of every rank.
-      number: of the program in this run.
+      local: name of each input of which this rank passes only its own rows -> number of rows on every rank.
+      number: index of the program among those compiled in this run; equal on all ranks, and part of the keys of its
+        messages.
 
     Raises:
       ProgramError: the ranks are about to run different programs; names the rank and the first difference.
@@ -226,7 +227,7 @@ def agree_on_plan(
     """Makes a plan on rank 0 and returns it on every rank; if planning fails there, raises the error on every rank.
 
     Args:
-      made: as of ``make_plan``.
+      made: as in ``make_plan``.
     """
     if not context.has_other_processes:
         return make_plan(program, context, settings, made)

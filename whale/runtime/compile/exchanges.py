@@ -29,7 +29,8 @@ def compare_exchanges(programs: Sequence[Program], plan: Plan, number: int, cont
 
     Args:
       programs: of this process's ranks.
-      number: of the program in this run.
+      number: index of the program among those compiled in this run; equal on all ranks, and part of the keys of its
+        messages.
 
     Raises:
       PlanError: some ranks have an exchange in another phase.
@@ -111,7 +112,7 @@ def refuse_unlike_phases(found: Mapping[int, Phases]) -> None:
     """Raises PlanError if ranks have an exchange in different phases, or some of its ranks do not have it.
 
     Args:
-      found: rank -> its exchanges, as of ``phases_of_exchanges``.
+      found: rank -> its exchanges, as in ``phases_of_exchanges``.
     """
     seen: set[str] = set()
     for rank, phases in found.items():

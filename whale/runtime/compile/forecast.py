@@ -110,7 +110,8 @@ class StepForecast:
     """Holds the prediction for one program of a run, and compares its steps with it; there is one on every rank.
 
     Attributes:
-      number: of the program in this run.
+      number: index of the program among those compiled in this run; equal on all ranks, and part of the keys of its
+        messages.
       step_s: predicted seconds of a step.
       comm: communicator of the ranks.
       search: takes what steps took, and whether they were near the prediction; searches again, or if near only measures

@@ -38,7 +38,7 @@ class RankTeam:
 
     Args:
       comm: communicator of all ranks.
-      key: prefix of the messages' keys.
+      key: prefix of the keys by which ranks match these messages.
       purpose: describes the search, for errors of ranks that make another call.
       helpers: the ranks that help.
     """
@@ -110,7 +110,7 @@ def find_together(
     processes.
 
     Args:
-      key: prefix of the messages' keys.
+      key: prefix of the keys by which ranks match these messages.
       purpose: describes the search, for errors of ranks that make another call.
       plans: creates the maker of plans that a helper uses.
       look: searches on rank 0, given the team; returns the strategy and its plan.

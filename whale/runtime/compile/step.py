@@ -273,7 +273,7 @@ def _lower(
     """Plans and lowers a trace, and returns its step.
 
     Args:
-      local: inputs of which this rank gets its own rows only -> the rows of every rank.
+      local: name of each input of which this rank gets only its own rows -> number of rows on every rank.
       parts: inputs of which this rank is passed its own rows only, even if the step then gathers them.
       kept: the name under which the step is cached for later runs; "": it is not cached.
       traced: traces the step again, with its gradients marked.
@@ -390,7 +390,7 @@ def _foresee(
     predicted. Collective.
 
     Args:
-      kept, local, whole: as of ``_lower``.
+      kept, local, whole: as in ``_lower``.
     """
     planning, auto = context.planning, context.planning.auto
     if auto is None or not auto.step_s or planning.dry is not None or planning.forecast is not None:

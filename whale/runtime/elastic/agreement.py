@@ -54,7 +54,7 @@ class Agreements:
         Args:
           news: number of losses and joins heard so far.
           kind: of the decision: MET, WHOLE, GROWN or ANEW.
-          meeting: communicator of the ranks.
+          meeting: temporary communicator of the ranks, through which they agree before they continue.
           act: carries out the decision on this rank, without exchanges.
           time: number of the decision among those of this kind.
 

@@ -133,8 +133,8 @@ class Elastic:
           early: (handle, dtype) of variables that the step writes before its exchanges are complete; their values are
             saved first.
           watched: counts and times the step; None: it is not watched.
-          assigned: number (``id``) of a handle -> whole value that the script has assigned to a sharded variable since
-            the last step.
+          assigned: Python's ``id`` of a variable's handle -> whole value that the script has assigned to a sharded
+            variable since the last step.
         """
         step, generations = self._at.steps + 1, self._generations if self._run.comms else None
         if generations is not None:
@@ -332,11 +332,11 @@ class Elastic:
         call.
 
         Args:
-          members: start numbers of the ranks.
+          members: the ranks by the numbers that they had when their processes started, which never change.
           said: their statements, in the same order.
           recovered: values of sharded variables; None: every rank has all values.
           divisions: number of divisions so far, if this rank knows more than the statements.
-          draws_on: as of ``RankGroup.update_places``.
+          draws_on: as in ``RankGroup.update_places``.
         """
         context, group, generations = self._run, self._group, self._generations
         if recovered is not None and generations is not None:
@@ -365,7 +365,7 @@ class Elastic:
         collective.
 
         Args:
-          meeting: communicator of the ranks.
+          meeting: temporary communicator of the ranks, through which they agree before they continue.
           said: their statements.
           kind: WHOLE before ranks join, ANEW to plan for the same ranks.
           chosen: the strategy that programs follow from now on; None: it is searched anew.

@@ -45,8 +45,8 @@ class Snapshot:
     Attributes:
       holdings: of all variables known then: which rank holds which piece.
       values: this rank's piece of each variable; None where it has none.
-      assigned: number (``id``) of a handle -> the whole value that the script had assigned, from which pieces had just
-        been cut.
+      assigned: Python's ``id`` of a variable's handle -> the whole value that the script had assigned, from which
+        pieces had just been cut.
     """
 
     holdings: Sequence[Holding]
@@ -178,7 +178,7 @@ class Generations:
         then exchanged.
 
         Args:
-          assigned: number (``id``) of a handle -> whole value from which the pieces were just cut.
+          assigned: Python's ``id`` of a variable's handle -> whole value from which the pieces were just cut.
         """
         before, layout = self._latest, self._find_layout()
         if layout is not before:

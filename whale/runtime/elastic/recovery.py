@@ -52,7 +52,7 @@ def recover(
     """Recovers whole variables on all ranks of a meeting; collective.
 
     Args:
-      meeting: communicator of the remaining ranks.
+      meeting: temporary communicator of the remaining ranks, through which they agree before they continue.
       generations: this rank's snapshots and copies.
       latest: the largest number of steps that any of the ranks has taken.
       taken: the smallest number.

@@ -64,7 +64,8 @@ class RankGroup:
       number: count of losses and joins that this rank has heard of.
       divisions: how many times rows were divided anew, or ranks admitted.
       me: this rank's number at its start, which never changes.
-      members: start numbers of the ranks of the run; (): this process has not been admitted yet.
+      members: the ranks of the run, by the numbers that they had at their start; (): this process has not been admitted
+        yet.
       ranks: which ranks are present, admitted and active.
       door: the listener for joining processes; None: no process may join through this rank.
     """
@@ -119,7 +120,7 @@ class RankGroup:
         """Creates a communicator of ``members``, and watches it for lost ranks.
 
         Args:
-          kind: as of ``Members.connect``; tells communicators of the same ranks apart.
+          kind: as in ``Members.connect``; tells communicators of the same ranks apart.
           shared: options for ``Members.connect``, such as ``share_memory``.
         """
         comm = self.ranks.connect(self._name, self.me, members, kind, self.door, self._watch, **shared)
@@ -198,7 +199,7 @@ class RankGroup:
         context.reports.compiled_for.clear()
 
     def make_meeting(self, members: Sequence[int], kind: int) -> Any:
-        """Creates the connection through which the present ranks talk before they continue; ``kind`` as of
+        """Creates the connection through which the present ranks talk before they continue; ``kind`` as in
         ``Members.connect``.
         """
         if len(members) > 1:
@@ -224,7 +225,7 @@ class RankGroup:
           welcome: progress and state of the run; None on joining ranks, which receive it.
 
         Returns:
-          the communicator, the ranks' start numbers, the names of their hosts, and the welcome.
+          the communicator, the numbers that its ranks had at their start, the names of their hosts, and the welcome.
 
         Raises:
           CommError: a rank is gone.

@@ -72,8 +72,8 @@ def refuse_plan(uses: Mapping[str, VariableUse], names: Mapping[str, str], size:
     """Raises PlanError if one rank alone has a part of a variable, and no copies are kept.
 
     Args:
-      uses: handle node -> how the program uses a variable.
-      names: handle node -> name of the variable, for the message.
+      uses: name of a variable's handle node -> how the program uses a variable.
+      names: name of a variable's handle node -> name of the variable, for the message.
       size: number of ranks.
       copies: whether other ranks keep copies (``fault.elastic="memory"``).
     """

@@ -53,7 +53,7 @@ class ShardedDataset:
     Args:
       dataset: yields global batches.
       context: of the run.
-      by: "row" or "file", as of ``shard``.
+      by: "row" or "file", as in ``shard``.
       told: whether the first rank warns if every rank has to read all rows.
       agreed: whether the other ranks created the dataset before this process joined them, so that nothing is compared.
 

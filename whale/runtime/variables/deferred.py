@@ -93,7 +93,7 @@ def make_trace_creator(wanted: Callable[[int | None], bool]) -> Callable[..., An
     values are left to TensorFlow, so that the numbers are those of plain TensorFlow.
 
     Args:
-      wanted: as of ``install``.
+      wanted: as in ``install``.
     """
 
     def create(next_creator: Any, **kwargs: Any) -> Any:

@@ -52,7 +52,8 @@ class ExternalUpdates:
     methods of TensorFlow.
 
     Attributes:
-      written: ``id`` of each handle that was written to eagerly since ``forget_written`` (an ordered set).
+      written: Python's ``id`` of the handle of each variable that was written to eagerly since ``forget_written`` (an
+        ordered set).
       trained: what has trained, in words -> names of the variables, if known (an ordered set).
     """
 
@@ -88,8 +89,8 @@ class ExternalUpdates:
         their creation.
 
         Args:
-          other_than: ``id`` of each handle to leave out.
-          only: ``id`` of each handle to consider; None: all.
+          other_than: Python's ``id`` of the handle of each variable to leave out.
+          only: Python's ``id`` of the handle of each variable to consider; None: all.
         """
         for key, made in list(self._made.items()):
             variable = made.variable()
@@ -104,7 +105,8 @@ class ExternalUpdates:
         """Forgets the writes so far.
 
         Args:
-          handles: ``id`` of each handle whose writes are forgotten, because it has got another value since; None: all.
+          handles: Python's ``id`` of the handle of each variable whose writes are forgotten, because it has got another
+            value since; None: all.
         """
         for key in list(self.written if handles is None else handles):
             self.written.pop(key, None)

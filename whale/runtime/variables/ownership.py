@@ -135,8 +135,8 @@ class HoldingsCache:
         """Returns the holdings of all variables; the same list object as before if no layout has changed.
 
         Args:
-          entries: ``id`` of a handle -> the variable, as ``VariableStore`` holds it.
-          homes: ``id`` of a handle -> home of a stage's variable.
+          entries: Python's ``id`` of a variable's handle -> the variable, as ``VariableStore`` holds it.
+          homes: Python's ``id`` of a variable's handle -> home of a stage's variable.
           size: number of ranks.
         """
         known = [(entry, homes.get(key)) for key, entry in entries.items()]

@@ -289,7 +289,7 @@ def gather_on_rank(
       order: ranks in order of their parts; those of a group are consecutive.
       rank: this rank.
       comm: the communicator's resource.
-      key: prefix of the messages' keys.
+      key: prefix of the keys by which ranks match these messages.
     """
     position = order.index(rank)
     at = position % tiles.count

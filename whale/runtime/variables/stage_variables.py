@@ -185,7 +185,7 @@ def refresh_for(homes: Mapping[int, VariableHome], uses: Sequence[tuple[int, Var
     """Broadcasts, before a step, the present values of those variables that the step reads on ranks without them.
 
     Args:
-      homes: ``id`` of a handle -> home.
+      homes: Python's ``id`` of a variable's handle -> home.
       uses: (``id`` of a handle, how the step uses the variable).
     """
     stale = []

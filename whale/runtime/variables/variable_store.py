@@ -150,8 +150,9 @@ class VariableStore:
 
         Args:
           captured: the program's variables.
-          uses: handle node -> the ranks that use the variable, if not all do, and its tiles if it is sharded.
-          on_host: handle nodes of variables in the host's memory, beside an accelerator.
+          uses: name of a variable's handle node -> the ranks that use the variable, if not all do, and its tiles if it
+            is sharded.
+          on_host: names of the handle nodes of variables in the host's memory, beside an accelerator.
 
         Raises:
           CommError: the ranks cannot exchange the values.
@@ -286,7 +287,7 @@ class VariableStore:
         """Records the kinds of a program's variables; a variable that is a parameter in one program stays a parameter.
 
         Args:
-          kinds: handle node -> "parameters", optimizer state or buffers.
+          kinds: name of a variable's handle node -> "parameters", optimizer state or buffers.
         """
         for c in captured:
             entry = self._entries[id(c.handle)]
@@ -313,7 +314,7 @@ class VariableStore:
         that only some ranks write.
 
         Args:
-          uses: handle node -> use, where not all ranks use the variable alike.
+          uses: name of a variable's handle node -> use, where not all ranks use the variable alike.
 
         Returns:
           (``id`` of the handle, use) of each variable.
@@ -445,7 +446,7 @@ class VariableStore:
 
         Args:
           outside: tracks the variables that no program uses; None: these are left out.
-          only: ``id`` of each handle to describe; None: all.
+          only: Python's ``id`` of the handle of each variable to describe; None: all.
           trainable: whether to describe trainable variables only; a rank may reset a metric that it alone shows.
         """
         found: list[tuple[str, tf.Tensor | None, bool]] = []
@@ -458,7 +459,9 @@ class VariableStore:
         )
 
     def list_written(self, outside: ExternalUpdates) -> dict[int, str]:
-        """Returns ``id`` of the handle -> name, for replicated variables that were written to since the last step."""
+        """Returns Python's ``id`` of a variable's handle -> name, for replicated variables that were written to since
+        the last step.
+        """
         known = {key: self._entries[key] for key in outside.written if key in self._entries and key not in self._homes}
         return {key: entry.name for key, entry in known.items() if entry.parts is None}
 
@@ -600,9 +603,9 @@ def refuse_other_tiles(
     """Raises an error if the plan gives a variable another layout than the script sets.
 
     Args:
-      known: handle node -> layout that planning started from. A variable that a program used before the script set its
-        layout has an earlier one here, and keeps it.
-      planned: handle node -> layout in the plan, of sharded variables.
+      known: name of a variable's handle node -> layout that planning started from. A variable that a program used
+        before the script set its layout has an earlier one here, and keeps it.
+      planned: name of a variable's handle node -> layout in the plan, of sharded variables.
 
     Raises:
       PlanError: names the first such variable.
