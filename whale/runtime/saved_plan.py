@@ -35,7 +35,7 @@ class SavedPlan:
 
     Attributes:
       path: of the plan file.
-      plan: for whole batches, or for ranks' own rows.
+      plan: the plan of one program.
       cluster: the devices that the plan was made for; None: the file names none.
       used: whether a program was already compiled under the plan.
     """

@@ -314,8 +314,8 @@ def _enter_path(context: Context, kind: str, settings: str) -> Iterator[None]:
 
 
 def mark_held(tensor: Any) -> Any:
-    """Returns ``tensor``, marked in a graph to be kept until the backward pass instead of recomputed; unchanged outside
-    of a graph.
+    """Returns a copy of the tensor (``tf.identity``) that is marked to be kept until the backward pass instead of
+    recomputed; returns the tensor itself if no graph is being built.
     """
     if tf.executing_eagerly():
         return tensor
@@ -325,8 +325,8 @@ def mark_held(tensor: Any) -> Any:
 
 @contextmanager
 def enter_mark(mark: str) -> Iterator[None]:
-    """Marks operations built inside with ``mark``, a name of ``whale.capture.attrs``; does nothing outside of
-    a graph.
+    """Adds an attribute named ``mark`` (one of ``whale.capture.attrs``) to operations that are built inside, which the
+    capture of programs reads; does nothing if no graph is being built.
     """
     with ExitStack() as stack:
         if not tf.executing_eagerly():
@@ -340,7 +340,8 @@ def mark_recomputed() -> AbstractContextManager[None]:
 
 
 def join_path(context: Context, path: str) -> str:
-    """Returns the path of an earlier scope inside of the scopes that are entered now.
+    """Returns the scope path for operations of an object that was created under the scope ``path``, such as a Keras
+    layer, and is called inside of the scopes that are entered now.
 
     The result is ``path`` itself if it already begins with the present path, and the present path if both are stages.
     """

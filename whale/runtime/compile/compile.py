@@ -105,9 +105,9 @@ def compile_program(
       variables: name of a variable's handle node -> layout of the variables that earlier programs have fixed.
       marked: returns the program captured again with the nodes of its backward pass marked, which recomputation needs;
         None: it cannot be captured that way.
-      movable: whether variables may get another layout before the program runs.
+      movable: whether variables may get another layout before the program runs, as in graphs of TensorFlow 1 sessions.
       in_files: names of the handle nodes of variables in files, which take no memory.
-      whole: whether every rank computes the whole batch, whose sizes the program does not know.
+      whole: whether every rank computes the whole batch, because the program serves batches of many sizes.
 
     Raises:
       ProgramError: the ranks are about to run different programs; names the rank and the first difference.
@@ -238,8 +238,8 @@ def _tell_if_whole(program: Program, plan: Plan, context: Context) -> str:
 
 
 def _tell_of_wide_weights(program: Program, plan: Plan, context: Context) -> None:
-    """Logs once, on the first rank, which weights would better be sharded; not if a search or a saved plan has decided
-    about them.
+    """Logs once, on the first rank, which large weights should be sharded instead of replicated (by a scope
+    ``wh.split``). Logs nothing if a search or a saved plan has decided about them.
     """
     decided = context.planning.auto is not None or context.planning.saved is not None
     if context.planning.dry is not None or context.rank != 0 or decided or plan.program in context.reports.wide:
@@ -356,8 +356,8 @@ def _spread(
 def _show(
     program: Program, context: Context, settings: PlanSettings, number: int, captured: Program | None, options: Options
 ) -> None:
-    """Plans a program for the ranks of a dry run, and passes the plan to the dry run; what runs is planned separately,
-    for one rank.
+    """Plans a program for the ranks of a dry run, and passes the plan to the tool that began the dry run
+    (``DryRun.seen``). The program that the script then runs is planned separately, for one rank.
     """
     assert context.planning.dry is not None
     spread = _spread(program, settings, context, number, captured, options)
@@ -371,7 +371,7 @@ def _show(
 
 
 def _remember(lowered: Sequence[Program], plan: Plan, context: Context) -> None:
-    """Records the figures that `wh.memory_report` shows about the program."""
+    """Records the predicted memory of the program's step in the run's context, where `wh.memory_report` reads it."""
     first = lowered[0]
     context.reports.predicted[plan.program] = cache(lambda: step_bytes(first, context.rank, context.size))
     if plan.offloaded:

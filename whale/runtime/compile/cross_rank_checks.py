@@ -109,10 +109,11 @@ def compare_programs(program: Program, local: Mapping[str, tuple[int, ...]], num
 
 
 class _Constant(msgspec.Struct):
-    """Represents a rank's value of a constant that differs between ranks bit for bit.
+    """Represents a rank's message about a constant whose value differs between ranks bit for bit.
 
     Attributes:
-      sketch: sums by which values that differ by rounding are recognised; None: the dtype does not round.
+      sketch: a few sums of its elements, by which other ranks recognise values that differ only by rounding; None: the
+        dtype does not round.
     """
 
     dtype: str

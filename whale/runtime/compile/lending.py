@@ -47,7 +47,8 @@ class HostCores:
     free_bytes: float
 
     def measure_step(self, program: Program) -> float:
-        """Returns the seconds of a step with all threads on random values, the least of several runs.
+        """Returns the seconds of a step that one rank computes on the cores of all ranks, on random values: the least
+        of several runs.
 
         Raises:
           ProgramError: the step takes arguments for which no random values can be made, fails on them, or does not fit
@@ -80,10 +81,8 @@ class HostCores:
 
 
 def find_lending(program: Program, context: Context) -> HostCores | None:
-    """Returns the cores that ranks may lend the first one; None: they may not lend, or have no more cores together than
-    it has.
-
-    Collective between processes.
+    """Returns the cores on which the first rank could compute for all ranks; None if ranks may not lend their cores
+    (``may_lend``), or have no more cores together than the first one has. Collective between processes.
     """
     if not may_lend(context):
         return None

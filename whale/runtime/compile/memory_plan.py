@@ -73,8 +73,8 @@ def limits_bytes(context: Context, number: int) -> list[float]:
 
 
 def _limits_by_turns(context: Context) -> list[tuple[float, str]]:
-    """Returns the limit of each rank of this host, as in ``limit_bytes``, where it is not known which rank has which
-    GPU.
+    """Returns the limit of each rank of this host, in the form of ``limit_bytes``, where it is not known which rank has
+    which GPU.
 
     In a dry run the GPUs are assigned to ranks round-robin, as a run of processes would do
     (`device_exchange.claim_gpu`); ranks that are threads all compute on the first GPU.

@@ -34,7 +34,8 @@ _BROKEN = b"!"  # begins an answer that is the member's own error
 
 
 class RankTeam:
-    """Represents the helping ranks on rank 0; implements `whale.planner.graph_search.team.Team`.
+    """Represents, on rank 0, the ranks that help it to search; implements `whale.planner.graph_search.team.Team`,
+    through which the search asks them for predictions.
 
     Args:
       comm: communicator of all ranks.
@@ -52,7 +53,11 @@ class RankTeam:
         self.size = 1 + len(helpers)
 
     def ask(self, ways: Sequence[Asked]) -> None:
-        """Sends each helper one strategy to predict; they begin at once, and ``answers`` collects the results."""
+        """Sends each helper one strategy to predict; they begin at once, and ``answers`` collects the results.
+
+        Args:
+          ways: the strategies to predict, at most one for each helper.
+        """
         self._asked = self._helpers[: len(ways)]
         self._say(_PREDICT + msgspec.msgpack.encode(dict(zip(self._asked, ways, strict=True))))
 
@@ -90,7 +95,7 @@ class RankTeam:
         self._comm.broadcast_bytes(f"{self._key}/{self._number}", message, purpose=self._purpose)
 
     def _collect_answers(self) -> list[bytes]:
-        """Returns the answers to the latest request, of the ranks that it was for."""
+        """Returns the answers of the ranks that were asked last, in the order in which they were asked."""
         asked, self._asked = self._asked, ()
         said = _answers(self._comm, self._key, self._number, b"", self._purpose)
         for rank in asked:
@@ -112,7 +117,7 @@ def find_together(
     Args:
       key: prefix of the keys by which ranks match these messages.
       purpose: describes the search, for errors of ranks that make another call.
-      plans: creates the maker of plans that a helper uses.
+      plans: creates the object with which a helper plans and prices strategies.
       look: searches on rank 0, given the team; returns the strategy and its plan.
 
     Returns:

@@ -71,9 +71,11 @@ _T = TypeVar("_T")
 class Elastic:
     """Lets this rank continue when other ranks are lost, and admits ranks that join; implements ``ElasticHooks``.
 
+    ``wh.init`` creates it for an elastic run. Every call that communicates passes through ``retry``.
+
     Attributes:
-      drawn: returns a batch that a step reads itself, given a function that reads the next one; in a repeated call, the
-        same batch again.
+      drawn: takes a function that reads the next batch from an iterator, and returns the batch that a step gets: in a
+        repeated call the same batch again.
       share_again: registers a dataset, whose ``divide_again`` is called whenever the ranks or their shares change.
     """
 
@@ -154,6 +156,11 @@ class Elastic:
         If another rank completed this call before the loss, returns that rank's result. The result of a call that is
         not a step must be something that ``pack`` takes.
 
+        Args:
+          take: runs the call.
+          args: its positional arguments; rows of batches in them are cut anew before the call is repeated.
+          kwargs: its keyword arguments.
+
         Raises:
           CommError: the call failed though no rank is lost, or lost data cannot be recovered.
         """
@@ -210,8 +217,8 @@ class Elastic:
             self._go_on(error)
 
     def _look(self, balance: Balance, watched: WatchedSteps) -> None:
-        """Divides rows anew after a step if ranks were faster or slower than their shares of rows, or plans stages anew
-        if that is worth it.
+        """Divides rows anew after a step if ranks were faster or slower than their shares of rows suggest; or plans the
+        stages of a pipeline anew, if that saves more time than it takes.
         """
         context = self._run
         self._calls.begin()  # the step is over: if it has to be repeated now, it counts as an earlier call's
@@ -335,7 +342,7 @@ class Elastic:
           members: the ranks by the numbers that they had when their processes started, which never change.
           said: their statements, in the same order.
           recovered: values of sharded variables; None: every rank has all values.
-          divisions: number of divisions so far, if this rank knows more than the statements.
+          divisions: least value for the count of divisions, if this rank has counted more than the statements tell.
           draws_on: as in ``RankGroup.update_places``.
         """
         context, group, generations = self._run, self._group, self._generations

@@ -104,8 +104,8 @@ def make_nothing_to_join_error() -> ClusterError:
 
 
 def make_done_before_error() -> ClusterError:
-    """Creates the error for a joining process that would exchange, before its first commit, what the other ranks have
-    exchanged before it came.
+    """Creates the error for a joining process that makes, between ``wh.State`` and its first commit, a call that all
+    ranks make together: the other ranks have made this call before it came.
     """
     return ClusterError(
         "a process that joins a run makes a call that the other ranks have made together before",

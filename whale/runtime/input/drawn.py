@@ -1,5 +1,5 @@
-"""Draws the batches that a step reads itself from an iterator of the script: they are read before the step, and passed
-as arguments.
+"""Draws the batches for a step that calls ``next(iterator)`` itself: they are read before the step runs, and passed to
+it as arguments.
 
 Decision: 0061.
 """
@@ -25,11 +25,11 @@ from whale.runtime.input.local_batches import ELEMENT_TIMEOUT_S, describe_brough
 
 @dataclass(frozen=True)
 class Source:
-    """Represents an iterator of which a step reads a batch.
+    """Represents an iterator from which a step reads a batch.
 
     Attributes:
-      number: index of the argument that is the iterator; negative: it is no argument.
-      iterator: the iterator, if the step knows it otherwise, such as from a closure.
+      number: index among the flat arguments of the one that is the iterator; negative: the iterator is no argument.
+      iterator: the iterator, if it is no argument, such as one from a closure.
     """
 
     number: int = -1

@@ -156,8 +156,8 @@ class Orders:
         return None if any(one is None for one in found) else found
 
     def now(self) -> tuple[int, ...] | None:
-        """Returns how many seeds each shuffle has drawn; None if that is unknown, because a generator cannot
-        be found.
+        """Returns how many seeds each reshuffling shuffle has drawn so far, from which its next order follows; None if
+        that is unknown, because a generator cannot be found.
         """
         if self._generators is None:
             return None
@@ -226,13 +226,17 @@ class Orders:
         self.go_to(drawn)
 
     def _is_refilled(self, cache: Any, drawn: Sequence[int], behind: Sequence[int], before: Sequence[int]) -> bool:
-        """Returns True if a cache was already full when an iteration began, which then drew no seeds; fills it here in
-        the same order.
+        """Checks whether a cache was already full when an iteration began, so that this iteration drew no seeds; if so,
+        fills the cache of this process in the same order.
 
         Args:
-          drawn: seeds that had been drawn when the iteration began.
-          behind: seeds that had been drawn when the iteration was at its saved position.
-          before: seeds that have been drawn in this process.
+          cache: the cache dataset.
+          drawn: for each shuffle, how many seeds it had drawn when the iteration began.
+          behind: the same when the iteration was at its saved position.
+          before: the same in this process, now.
+
+        Returns:
+          True if the cache was full.
 
         Raises:
           ProgramError: the cache is already full here, in another order.
@@ -257,14 +261,17 @@ class Orders:
         return True
 
     def _places(self, cache: Any) -> list[int]:
-        """Returns the indices of the shuffles whose order this cache holds, and no cache in front of it."""
+        """Returns the indices of those shuffles whose order this cache, and no cache in front of it, holds."""
         inner = {id(one) for other in keeps_orders(cache) if other is not cache for one in _list_reshuffled(other)}
         below = {id(one) for one in _list_reshuffled(cache)} - inner
         return [i for i, one in enumerate(self._shuffles) if id(one) in below]
 
     def _count_seeds_behind(self, cache: Any, behind: Sequence[int]) -> list[int]:
-        """Returns how many seeds had been drawn when the iteration began that filled a cache, which is the last one
-        that drew any.
+        """Returns, for each shuffle whose order a cache holds, how many seeds it had drawn when the iteration began
+        that filled the cache; that is the last iteration that drew any.
+
+        Args:
+          behind: for each shuffle, how many seeds it has drawn since.
         """
         own = self._places(cache)
         if not repeats(cache):

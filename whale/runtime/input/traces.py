@@ -58,7 +58,7 @@ class Relaxed:
     nothing.
 
     Attributes:
-      without_sizes: traces that do not know all sizes of their arguments.
+      without_sizes: keys, as ``trace`` returns them, of the traces that do not know all sizes of their arguments.
     """
 
     def __init__(self) -> None:
@@ -97,12 +97,12 @@ def _write_python_states(states: tuple[Any, ...]) -> None:
 
 
 class SharedTrace:
-    """Holds what the programs share that Whale traces separately but for which one process has one trace: random
-    streams, and Python values.
+    """Holds the state that several of Whale's traces of a step share where plain TensorFlow would have a single trace:
+    random streams, and Python values.
 
     Args:
-      step: what is traced.
-      has_sizes: whether the one process's trace knows its sizes.
+      step: the function that is traced.
+      has_sizes: whether TensorFlow's trace would know all sizes of its arguments.
 
     Attributes:
       streams: prefix of the names of the random streams.
@@ -166,7 +166,9 @@ class SharedTrace:
 
 @functools.cache
 def _keep_nested_apart() -> None:
-    """Makes TensorFlow look up functions that are called in a step without sizes among this step's own traces only."""
+    """Makes a tf.function that is called inside a step without sizes have traces for this step alone, so that
+    TensorFlow does not reuse a trace that was made for known sizes. Wraps TensorFlow's ``make_function_context`` once.
+    """
     original = function_context.make_function_context
 
     @functools.wraps(original)

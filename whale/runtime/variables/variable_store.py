@@ -41,7 +41,7 @@ class _Entry:
     Attributes:
       name, handle, variable: of the first rank in this process.
       copies: the variables of this process's other ranks.
-      parts: the shards of a sharded variable, which hold its value; None: the variable holds it itself.
+      parts: the shards of a sharded variable, which hold its value; None: the variable holds its value itself.
       left: the first rank's value after the last step; if the value differs now, the script has assigned another. None:
         there are no copies.
       kind: "parameters", optimizer state or buffers; "": unknown.
@@ -131,7 +131,9 @@ class VariableStore:
         return [entry.variable for entry in self._entries.values()]
 
     def list_tiles(self, captured: Sequence[CapturedVariable]) -> dict[str, Tiles]:
-        """Returns handle node -> tiles, for those variables whose layout an earlier program or the script has fixed."""
+        """Returns the name of a variable's handle node -> its tiles, for those variables whose layout an earlier
+        program or the script has fixed.
+        """
         given = {c.node: find_given_tiles(c) for c in captured}
         known = ((c.node, self._entries.get(id(c.handle))) for c in captured)
         fixed = {node: entry.tiles for node, entry in known if entry is not None}
@@ -263,8 +265,15 @@ class VariableStore:
         use: VariableUse | None,
         on_host: bool,
     ) -> None:
-        """Creates the variable's parts on the ranks of this process, unless they exist; collective if its initial value
-        can only be computed whole.
+        """Makes a variable a sharded one: creates the shards of this process's ranks, unless they exist. Collective if
+        its initial value can only be computed whole.
+
+        Args:
+          c: the variable, as captured.
+          tiles: how it is cut into shards.
+          initial: the initial value of a deferred variable; None: the variable has a value.
+          use: how the program uses the variable; None: all ranks use it alike.
+          on_host: whether the shards are in the host's memory, beside an accelerator.
         """
         if id(c.handle) in self._entries:
             return
@@ -329,8 +338,11 @@ class VariableStore:
         return found
 
     def prepare_step(self, uses: Sequence[tuple[int, VariableUse]], context: Ranks) -> None:
-        """Sends present values to the ranks on which a step reads them. Collective if a stage reads another stage's
-        variable.
+        """Sends present values to those ranks on which a step reads variables of other ranks' stages. Collective if
+        there are any.
+
+        Args:
+          uses: as ``prepare_uses`` has returned them for the step's program.
         """
         if self._homes:
             refresh_for(self._homes, uses, context)
@@ -343,8 +355,11 @@ class VariableStore:
                     self._homes[key].note_use(use)
 
     def settle(self) -> dict[int, tf.Tensor]:
-        """Cuts whole values that were assigned to sharded variables since the last step; returns ``id`` of the handle
-        -> that value.
+        """Cuts whole values that the script has assigned to sharded variables since the last step into shards; called
+        before a step.
+
+        Returns:
+          Python's ``id`` of a variable's handle -> the whole value.
         """
         return {parts.key: whole for parts in self._split if (whole := parts.settle()) is not None}
 
@@ -370,8 +385,8 @@ class VariableStore:
         refresh([home for home in homes if home is not None], context)
 
     def follow(self) -> None:
-        """Copies values that the script has assigned since the last step from the first rank's variables to the copies
-        of other in-process ranks.
+        """Copies values that the script has assigned since the last step from its variables, which are the first
+        rank's, to the variables of other ranks in the same process.
 
         With several processes there are no copies, because every rank runs the script.
         """
@@ -385,7 +400,9 @@ class VariableStore:
                 entry.left = now
 
     def leave(self) -> None:
-        """Records the values that a step has left in the first rank's variables, for ``follow``."""
+        """Records the values that a step has left in the first rank's variables, so that ``follow`` sees which of them
+        the script assigns later.
+        """
         for entry in self._entries.values():
             if entry.copies:
                 entry.left = entry.read()
