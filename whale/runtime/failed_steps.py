@@ -140,6 +140,7 @@ def _compare(context: Context) -> None:
     if positions is None:
         raise CommError(
             "a step failed after some ranks had drawn random numbers for it, and others had not",
+            given=f"{len(context.streams)} random streams, at other positions on some ranks",
             expected="random streams that all ranks can set to one position",
             action='set batch.random to "global", or put checks that may fail before the step draws',
         )

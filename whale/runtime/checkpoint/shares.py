@@ -69,7 +69,7 @@ def list_entries(checkpoint: tf.train.Checkpoint, context: Context) -> list[Chec
             "an object of the checkpoint has a saver of its own, which does not support slices",
             given=", ".join(sorted(savers)),
             expected="variables, iterators and Python state",
-            action="leave it out of the checkpoint",
+            action="leave it out of the tf.train.Checkpoint that wh.CheckpointManager saves",
         )
     found: list[CheckpointEntry] = []
     for trackable, by_key in tensors.items():

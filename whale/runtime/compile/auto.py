@@ -240,7 +240,10 @@ def search_again(
             mine = b"E" + str(error).encode()
     said = comm.broadcast_bytes(f"{key}/slowdown", mine, 0, PLAN_TIMEOUT_S, purpose)
     if said.startswith(b"E"):
-        raise PlanError(f"rank 0 could not predict the present strategy: {said[1:].decode()}")
+        raise PlanError(
+            f"rank 0 could not predict the present strategy: {said[1:].decode()}",
+            action="none is needed in this run, which goes on with the present strategy",
+        )
     now = msgspec.json.decode(said, type=Slowdown)
     environment = environment.slow_down(now)
     slower = context.planning.slower = Slowdown(before.computing * now.computing, before.exchanging * now.exchanging)
@@ -298,7 +301,10 @@ def _compare_with_lending(
             mine = b"E" + str(error).encode()
     said = context.comms[0].broadcast_bytes(f"{key}/lending", mine, 0, PLAN_TIMEOUT_S)
     if said.startswith(b"E"):
-        raise PlanError(f"rank 0 could not compare the present strategy with another one: {said[1:].decode()}")
+        raise PlanError(
+            f"rank 0 could not compare the present strategy with another one: {said[1:].decode()}",
+            action="none is needed in this run, which goes on with the present strategy",
+        )
     return msgspec.msgpack.decode(said, type=SearchedAgain)
 
 

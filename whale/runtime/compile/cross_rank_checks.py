@@ -244,5 +244,9 @@ def agree_on_plan(
         return plan
     data = comm.broadcast_bytes(f"whale/plan/{number}", None, 0, max(timeout_s, PLAN_TIMEOUT_S), planning)
     if data[:1] == b"E":
-        raise PlanError(f"rank 0 could not make a plan: {data[1:].decode()}")
+        raise PlanError(
+            f"rank 0 could not make a plan: {data[1:].decode()}",
+            action="do what rank 0's error above says next; if it says nothing, this is a fault of Whale: please "
+            "report it with the program (WHALE_DEBUG_DUMP=FOLDER writes it)",
+        )
     return plan_from_json(data[1:])

@@ -57,9 +57,10 @@ class HostCores:
         needed = predict_at_most_bytes(program, 0, PlanSettings(size=1))
         if needed > self.free_bytes:
             raise ProgramError(
-                "a second copy of the step does not fit into memory",
-                given=f"{needed} bytes",
-                expected=f"at most {self.free_bytes:.0f} bytes, which are free",
+                "a second copy of the step, to be timed on the cores of all ranks, does not fit into memory",
+                given=f"{needed} bytes predicted",
+                expected=f"at most {self.free_bytes:.0f} bytes, which are free on this host",
+                action="none is needed: another strategy is chosen; to try this one, use a smaller batch",
             )
         try:
             values, variables = draw_operands(program)
@@ -76,7 +77,10 @@ class HostCores:
             return least_s
         except tf.errors.OpError as error:
             raise ProgramError(
-                "the step cannot be timed on random values, with which it fails", given=str(error).splitlines()[0]
+                "the step cannot be timed on random values, with which it fails",
+                given=str(error).splitlines()[0],
+                expected="a step that runs on random arguments and variables",
+                action="none is needed: another strategy is chosen",
             ) from error
 
 

@@ -100,7 +100,11 @@ class RankTeam:
         said = _answers(self._comm, self._key, self._number, b"", self._purpose)
         for rank in asked:
             if said[rank].startswith(_BROKEN):
-                raise PlanError(f"rank {rank} could not predict a plan: {said[rank][1:].decode()}")
+                raise PlanError(
+                    f"rank {rank} could not predict a plan: {said[rank][1:].decode()}",
+                    action="this is a fault of Whale: please report it with the program (WHALE_DEBUG_DUMP=FOLDER "
+                    "writes it); a run with mesh.auto_parallel=False does not search",
+                )
         return [said[rank] for rank in asked]
 
 
@@ -148,7 +152,11 @@ def _help(comm: Communicator, key: str, purpose: str, plans: Callable[[], Plans]
         data = comm.broadcast_bytes(f"{key}/{number}", None, 0, PLAN_TIMEOUT_S, purpose)
         what, content, answer = data[:1], data[1:], b""
         if what == _FAILED:
-            raise PlanError(f"rank 0 could not choose a plan: {content.decode()}")
+            raise PlanError(
+                f"rank 0 could not choose a plan: {content.decode()}",
+                action="do what rank 0's error above says next; if it says nothing, this is a fault of Whale: please "
+                "report it with the program (WHALE_DEBUG_DUMP=FOLDER writes it)",
+            )
         if what == _CHOSEN:
             chosen = msgspec.msgpack.decode(content, type=ChosenStrategy)
             best = member.best if member is not None else None

@@ -41,7 +41,7 @@ def settings_of(context: Context) -> PlanSettings:
             "pipeline.stages needs auto_parallel; without it the program defines its stages",
             given=f"pipeline.stages={config['pipeline.stages']}, mesh.auto_parallel=False",
             expected="mesh.auto_parallel=True, or wh.stage in the program",
-            action="set mesh.auto_parallel, or leave pipeline.stages out",
+            action="set mesh.auto_parallel=True, or leave pipeline.stages out",
         )
     times = kernel_times_of(context)
     declined = times.declined if times is not None else ()

@@ -502,5 +502,5 @@ def refuse_session(context: Context) -> None:
             "sessions of TensorFlow 1 cannot continue after a loss of ranks",
             given=f"fault.elastic={context.config['fault.elastic']!r}, and a session of TensorFlow 1",
             expected="steps of wh.function or of Keras",
-            action="leave elastic out, and use `whale run --max-restarts` with checkpoints",
+            action="leave elastic=True (fault.elastic) out, and use `whale run --max-restarts` with checkpoints",
         )

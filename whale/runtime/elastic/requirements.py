@@ -35,10 +35,11 @@ def refuse(ranks: Ranks, joins: bool = False) -> None:
     if wrong:
         raise ConfigError(
             "this run cannot continue after a loss of ranks",
-            given=f"elastic, and {wrong}",
+            given=f"fault.elastic (wh.init(elastic=True)), and {wrong}",
             expected="several processes started by `whale run`, communication.backend whale, batch.mode global, and no "
             "memory.offload",
-            action="change what is named, or leave elastic out and use `whale run --max-restarts` with checkpoints",
+            action="change what `given` names, or leave elastic=True (fault.elastic) out and use `whale run "
+            "--max-restarts` with checkpoints",
         )
 
 
@@ -62,9 +63,9 @@ def _refuse(variable: str, given: str, expected: str) -> None:
     raise PlanError(
         "this run cannot continue after a loss of ranks",
         variable=variable,
-        given=f"elastic, and {given}",
+        given=f"fault.elastic (wh.init(elastic=True)), and {given}",
         expected=expected,
-        action="leave elastic out, and use `whale run --max-restarts` with checkpoints",
+        action="leave elastic=True (fault.elastic) out, and use `whale run --max-restarts` with checkpoints",
     )
 
 
@@ -87,7 +88,7 @@ def refuse_plan(uses: Mapping[str, VariableUse], names: Mapping[str, str], size:
                 variable=names.get(node, node),
                 given='fault.elastic "replicas", and a plan that gives a part to one rank',
                 expected='fault.elastic "memory", which keeps a copy on another rank, or replicas of each part',
-                action='set fault.elastic to "memory"',
+                action='set fault.elastic="memory", as wh.init(elastic=True) does',
             )
 
 

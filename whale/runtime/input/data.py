@@ -422,9 +422,9 @@ def shard(dataset: tf.data.Dataset, by: str = "row") -> ShardedDataset:
     if context.elastic is not None and by == "file":
         raise PlanError(
             "an elastic run cannot divide a dataset by files, since those of a lost rank would be lost",
-            given='elastic, and by="file"',
+            given='wh.shard(dataset, by="file") in a run with fault.elastic (wh.init(elastic=True))',
             expected='by="row", where other ranks can read the rows of a lost rank',
-            action="use wh.shard(dataset), or leave elastic out",
+            action="write wh.shard(dataset), or leave elastic=True (fault.elastic) out",
         )
     return ShardedDataset(dataset, context, by)
 

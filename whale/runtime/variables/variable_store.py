@@ -497,7 +497,7 @@ def _refuse_other_layout(entry: _Entry | None, c: CapturedVariable, use: Variabl
                 op=c.name,
                 given="memory.zero, which shards it over its stage, and a program that uses it on other ranks",
                 expected="steps with the same stages, or programs that do not use the variable",
-                action="leave memory.zero out, or use the variable under the same wh.stage",
+                action="set memory.zero=0, or use the variable under the same wh.stage in every step",
             )
 
 
@@ -528,9 +528,9 @@ def _compare(name: str, rank: int, first: np.ndarray, other: np.ndarray) -> None
     raise CommError(
         "a variable differs between ranks",
         variable=name,
-        given=f"rank {rank} is {gap:.3g} away from rank 0",
-        expected="equal copies",
-        action="report the program; its plan is wrong",
+        given=f"an element on rank {rank} differs by {gap:.3g} from rank 0's",
+        expected="equal copies on all ranks of this process",
+        action="this is a fault of Whale: please report it with the program (WHALE_DEBUG_DUMP=FOLDER writes it)",
     )
 
 
