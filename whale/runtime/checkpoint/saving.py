@@ -65,8 +65,8 @@ class Saving:
         self._own_written.set()
 
     def await_written(self) -> RankMessage:
-        """Waits until this process's parts are written, and returns an empty message; raises the error if writing
-        failed.
+        """Waits until this process's parts are written, and returns an empty message, which tells the other ranks that
+        there was no error; raises the error if writing failed.
         """
         self._own_written.wait()
         if self._error is not None:

@@ -341,10 +341,11 @@ def _environment(
 
 
 def _measured_topology(context: Context, again: bool) -> Topology | None:
-    """Returns the hosts with their links, measured when first asked for; None: one figure holds for all exchanges.
+    """Returns the hosts of the ranks with the measured speeds of the links between them, for predictions; measures them
+    when first asked for. Collective between processes.
 
-    Collective between processes. If there are two hosts with one rank each, all exchanges use the same link, so None is
-    returned.
+    Returns None if there is nothing to measure: on one host, on two hosts with one rank each (all exchanges use the
+    same link), with ranks in one process, and in a dry run.
 
     Args:
       again: whether to measure the links now in any case; the ranks' places on the mesh stay as they were found before.

@@ -224,8 +224,8 @@ def search_again(
 
 
 def _tell_if_whole(program: Program, plan: Plan, context: Context) -> str:
-    """Warns once, on the first rank, that a program is not divided, and returns the text; "" if it is, or if
-    `auto_parallel` chose that as faster.
+    """Warns once, on the first rank, if a program is not divided, so that every rank computes all of it, and returns
+    the text. Returns "" if the program is divided, or if `auto_parallel` found that undivided is faster.
     """
     if context.planning.dry is not None or context.rank != 0 or plan.program in context.reports.whole:
         return ""

@@ -168,12 +168,13 @@ def _pass_mark(mark: _Mark) -> str:
 
 
 def check_all_take(mark: str, name: str, inputs: str, context: Context) -> bool:
-    """Returns True if every rank has cached the next program, all from the same joint compilation; collective between
-    processes.
+    """Returns True if every rank has the next program in its cache, from the same joint compilation, so that all can
+    use it; False on every rank otherwise. Collective between processes.
 
     Args:
-      mark: identifies the compilation of this rank's cached program (``Ready.agreed``); "": it has none.
-      name, inputs: of the program.
+      mark: digest that identifies the compilation of this rank's cached program (``Ready.agreed``); "": it has none.
+      name: of the program.
+      inputs: its inputs in words, for errors of ranks that make another call.
 
     Raises:
       CommError: a rank does not take part.
@@ -189,7 +190,14 @@ def check_all_take(mark: str, name: str, inputs: str, context: Context) -> bool:
 
 
 def _purpose(name: str, inputs: str, number: int, before: str) -> str:
-    """Describes the program that a rank is about to compile, for the errors of ranks that make another call."""
+    """Describes the program that a rank is about to compile, for the errors of ranks that make another call.
+
+    Args:
+      name: of the program.
+      inputs: its inputs in words.
+      number: index of the program among those compiled in this run.
+      before: the inputs with which a program of this name was compiled last; "": it was not.
+    """
     known = f", which was compiled for ({before}) before" if before else ""
     return f"the compilation of program {number}, `{name}` ({inputs}){known}"
 

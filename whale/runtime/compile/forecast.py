@@ -272,7 +272,16 @@ class StepForecast:
 def _search(
     search: Callable[[StepsTook, bool], SearchedAgain] | None, took: StepsTook, near: bool
 ) -> tuple[SearchedAgain | None, str]:
-    """Calls ``search``; returns its result and "", or None and the reason why the present strategy stays."""
+    """Searches another strategy; an error in the search does not end the run.
+
+    Args:
+      search: as in ``StepForecast``; None: no search is allowed.
+      took: what all ranks have measured.
+      near: whether that is near the prediction.
+
+    Returns:
+      the result and ""; or None and the reason why the present strategy stays.
+    """
     if search is None:
         return None, "links or processors are not as fast as when the strategy was chosen (see `whale doctor`)"
     try:

@@ -65,7 +65,8 @@ def loses(before_s: float, after_s: float) -> bool:
 
 
 class MachineKernels:
-    """Holds the figures of this machine's kernels during a run; implements ``KernelTimes``.
+    """Holds, during a run, which kernel substitutions (Whale's fused kernels in place of TensorFlow's ops) are slower
+    on this machine; implements ``KernelTimes``.
 
     Args:
       files: the cache folder.

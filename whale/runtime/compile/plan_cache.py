@@ -45,7 +45,7 @@ _OTHER_LINK, _OTHER_LINK_S = 3.0, 0.5e-3
 
 
 class KeptStrategy(msgspec.Struct, frozen=True):
-    """Represents a cached strategy.
+    """Represents the content of a cache file: a strategy that a search found.
 
     Attributes:
       exchange_s: seconds of an exchange between hosts when the strategy was chosen; 0: all ranks were on one host.

@@ -104,7 +104,9 @@ def choose_scores_bytes(config: Config, gpus: Sequence[OwnGpu | None]) -> int:
 
 
 def _list_gpus(context: Context) -> Sequence[OwnGpu | None]:
-    """Returns each rank's GPU as far as known in this process; equal on all ranks. (): not known."""
+    """Returns each rank's GPU (None: it has none), as far as this process knows, equal on all ranks; () if nothing is
+    known.
+    """
     if context.gpus:
         return context.gpus
     if context.planning.dry is not None:

@@ -303,7 +303,9 @@ class Elastic:
         group.connect(group.make_survivors(members))
 
     def _hear_statements(self, meeting: Any) -> list[RankStatement]:
-        """Exchanges statements with all ranks of a meeting, and returns them in order; collective."""
+        """Sends this rank's ``RankStatement`` to all ranks of a meeting, and returns the statements of all, in order;
+        collective.
+        """
         context = self._run
         keeps = self._generations is not None and bool(self._generations.begun)
         left = self._commits.steps_left if context.config["fault.join"] == "weighed" else None
@@ -475,8 +477,8 @@ class Elastic:
             log.info(f"{joined} after {known.steps} steps: {describe_going_on(len(members))}")
 
     def _take_in(self) -> bool:
-        """Admits waiting ranks before a call, if the script has just committed and joining pays; returns True if it
-        admitted any.
+        """Before a call, admits processes that wait to join, if the script has just committed its state and if more
+        ranks save more time than the change takes; returns True if it admitted any.
         """
         context, group, state = self._run, self._group, self._commits.held.get(self._at.calls)
         if state is not None and not context.comms and group.hear(0.0):  # alone, no exchange fails when a rank joins

@@ -176,7 +176,9 @@ class RankGroup:
             log.info(why)
 
     def divide_data(self) -> None:
-        """Divides the registered datasets by the present ranks and shares."""
+        """Makes every registered dataset yield this rank's rows under the present number of ranks and shares
+        (``divide_again``).
+        """
         for dataset in list(self._datasets):
             dataset.divide_again()
 
@@ -257,7 +259,10 @@ class RankGroup:
         """Makes the ranks that ``comm`` connects, joining ones included, the ranks of the run.
 
         Args:
-          comm: the communicator, ``members``, ``hosts`` and ``known`` are what ``offer`` has returned.
+          comm: the new communicator, from ``offer``.
+          members: its ranks, by the numbers that they had at their start.
+          hosts: name of each rank's host.
+          known: progress and state of the run, from ``offer``.
         """
         context = self._of()
         self.update_places(hosts, members.index(self.me))

@@ -130,8 +130,8 @@ class ShardedIterator(Trackable):
         return self._again[position]
 
     def _read_from(self, position: int) -> None:
-        """Makes batch number ``position`` of the same order the next one, even if the dataset's shuffle has proceeded
-        to a later order.
+        """Makes batch number ``position`` of this iteration the next one. The iteration keeps its order, even if the
+        dataset's shuffle has proceeded to the order of a later iteration.
         """
         self.go_back(position)
 

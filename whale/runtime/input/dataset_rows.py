@@ -725,10 +725,11 @@ def _leaves_order_open(dataset: Any) -> bool:
 
 
 def shuffles_freely(dataset: Any, of_this_run: Callable[[int, int], bool]) -> bool:
-    """Returns True if the dataset's order depends on a shuffle to which the script gave no seed.
+    """Returns True if the dataset's order depends on a shuffle to which the script gave no seed, so that another run
+    would see another order.
 
     Args:
-      of_this_run: returns True for two seeds that this run has given to a shuffle without one.
+      of_this_run: takes a shuffle's two seeds, and returns True if this run has given them to a shuffle without seeds.
     """
     shuffles = (d for d in upstream(dataset) if type(d).__name__ == "_ShuffleDataset")
     return any(_is_unseeded(d) or of_this_run(_number(d._seed), _number(d._seed2)) for d in shuffles)

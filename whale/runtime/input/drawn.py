@@ -66,7 +66,9 @@ def reads_itself(captured: Traced, drawing: IteratorReads, arguments: Arguments)
 
 
 def batches_key(batches: Sequence[Any]) -> Hashable:
-    """Returns a key that is equal for drawn batches for which one trace serves: equal structure, types and shapes."""
+    """Returns a key for batches that a step has read from iterators: batches with equal keys have equal structure,
+    types and shapes, so that the step needs only one trace for them.
+    """
     leaves = tf.nest.flatten(batches, expand_composites=True)
     structure = tf.nest.map_structure(lambda _: 0, batches)
     shapes = [(type(t), t.dtype, t._shape_tuple()) for t in leaves]

@@ -130,7 +130,8 @@ class _OfClass:
 
 
 class PythonValues:
-    """Holds a snapshot of the simple Python values that a function can reach, taken when it is created.
+    """Holds a snapshot of the simple Python values (numbers, strings, flags) that a function can reach, taken when the
+    object is created; ``SharedTrace`` restores it for later traces of the function.
 
     Args:
       function: a step's Python function, a method, a partial of one, or a tf.function.

@@ -74,10 +74,11 @@ def keeps_orders(dataset: Any) -> list[Any]:
 
 
 def restarts(dataset: Any) -> bool:
-    """Returns True if a shuffle begins its next order during an iteration, at a batch that the script can determine.
+    """Returns True if a shuffle begins its next order during an iteration (behind repeat or concatenate), exactly at a
+    batch that follows from what the script reads.
 
-    If something behind the repetition reads ahead, it cannot be determined. TensorFlow reads ahead behind each
-    stateless map.
+    Returns False if something behind the repetition reads ahead, since the batch is then uncertain. TensorFlow reads
+    ahead behind each stateless map.
     """
     kind = type(dataset).__name__
     if kind in _AHEAD or (kind == "_MapDataset" and not _has_state(dataset)):
@@ -142,7 +143,9 @@ def shuffle_as(
 
 
 class Orders:
-    """Reads and sets how many seeds the shuffles of a dataset have drawn, which decides their next orders."""
+    """Reads and sets how many seeds the reshuffling shuffles of a dataset have drawn, which decides their next orders;
+    for checkpoints of a position in the dataset, and for processes that join.
+    """
 
     def __init__(self, dataset: tf.data.Dataset) -> None:
         self._shuffles = _list_reshuffled(dataset)
@@ -175,9 +178,9 @@ class Orders:
         later keep the orders that they would have had.
 
         Args:
-          drawn: number of seeds of each shuffle when the iteration first began.
-          later: number of seeds that were drawn in another process, which this one replaces; None: this process itself
-            goes back.
+          drawn: for each shuffle, how many seeds it had drawn when the iteration first began.
+          later: for each shuffle, how many seeds it had drawn when a position was saved in another process, which this
+            one continues; None: this process itself goes back.
           begin: begins the iteration.
 
         Raises:

@@ -181,8 +181,8 @@ def _keep_nested_apart() -> None:
 
 
 def once_in_a_trace(draw: Callable[[], Any]) -> Any:
-    """Returns ``draw()``; when a program is traced again for other sizes, returns the values that the first trace got
-    instead.
+    """Returns ``draw()``, a random value that a step draws while it is traced. When Whale traces the step again for
+    other sizes, returns the value of the first trace instead, since TensorFlow would trace and draw only once.
 
     What is drawn in a graph that only finds shapes belongs to no program: Keras makes such graphs again when a batch of
     another size comes, and one process, whose trace serves all sizes, does not.
@@ -284,10 +284,10 @@ def _is_tensor(entry: Any) -> bool:
 
 
 def may_share_sizes(context: Context) -> bool:
-    """Returns True if steps of this run may be computed whole by every rank, for sizes that have no plan of their own.
+    """Returns True if this run may use steps that every rank computes whole, for sizes that have no plan of their own.
 
-    False where a rank has rows of its own, where a plan is given or searched, and where fewer ranks may have to repeat
-    a step.
+    That is not possible if each rank passes its own rows or runs by itself, if steps have pipeline stages or
+    micro-batches, if a plan is given or searched, and in elastic and dry runs.
     """
     planning = context.planning
     others = (planning.dry, planning.saved, planning.described, planning.own_programs, context.elastic)
