@@ -88,7 +88,8 @@ class OwnPrograms:
 
 @dataclass(frozen=True, slots=True)
 class RunMachines:
-    """Describes the machines of a run's ranks, and the link between their hosts; cached strategies are looked up by it.
+    """Describes the machines of a run's ranks, and the link between their hosts: a strategy that an earlier run cached
+    is used only on the same machines.
 
     Attributes:
       machines: for each rank, ``"<digest of its hardware and settings> <host name>"``.
@@ -140,7 +141,7 @@ class StepWatch(Protocol):
 
         Args:
           name: of the step, for messages.
-          number: of the program in this run; only the predicted program is timed.
+          number: index of the program among those compiled in this run; only the program with a prediction is timed.
         """
         ...
 
@@ -173,7 +174,9 @@ class ElasticHooks(Protocol):
 
     @property
     def divisions(self) -> int:
-        """Returns how many times the batch's rows were divided anew among the same ranks, or ranks were admitted."""
+        """Returns how many times the batch's rows were divided anew among the same ranks, or ranks were admitted; part
+        of ``Context.division``, by which compiled steps are found out of date.
+        """
         ...
 
     def watch_steps(self, plan: Plan, program: Program) -> WatchedSteps | None:
@@ -187,7 +190,9 @@ class ElasticHooks(Protocol):
         watched: WatchedSteps | None,
         assigned: Mapping[int, Any],
     ) -> Any:
-        """Runs a step so that it can be repeated after ranks were lost, and returns its packed results."""
+        """Runs a step so that it can be repeated after ranks were lost, and returns its packed results; the arguments
+        are those of ``whale.runtime.elastic.elastic_run.Elastic.take_step``.
+        """
 
     def retry(self, take: Callable[[Any, Any], _T], args: Any = (), kwargs: Any = None) -> _T:
         """Calls ``take(args, kwargs)``, which communicates, and repeats the call after each loss of ranks until it
@@ -364,7 +369,7 @@ class BatchReaders:
 
     Attributes:
       readers: ranks that each provide parts; the global batch is their concatenation in this order.
-      turns: number of parts that each reader provides for one run.
+      turns: number of parts that each reader provides for one ``Session.run``.
       whole: True: every rank gets the whole batch and takes the rows that it computes; False: each keeps its own part.
     """
 
@@ -465,7 +470,8 @@ class Context(Ranks):
 
         Args:
           name: of the program.
-          number: of the program in this run.
+          number: index of the program among those compiled in this run; equal on all ranks, and part of the keys of its
+            messages.
           plan: returns the program's plan; called only if steps are measured.
         """
         if self.watch is not None and self.watch.progress is not None:

@@ -56,8 +56,8 @@ def raise_step_error(error: tf.errors.OpError, context: Context) -> None:
 
 
 class _LeftBehind(Sequence[Any]):
-    """Stands for a run's communicators after a failed step: indexing it first connects all ranks anew, and then returns
-    the new one.
+    """Stands in for the run's sequence of communicators after a failed step: the first access by index connects all
+    ranks anew, puts the new communicators in its place, and returns the one asked for.
     """
 
     def __init__(self, context: Context) -> None:
@@ -78,7 +78,9 @@ class _LeftBehind(Sequence[Any]):
 
 @functools.cache
 def _with_class(kind: type[tf.errors.OpError]) -> type[CommError]:
-    """Returns a subclass of both CommError and ``kind``, for an error that another rank's operation has raised."""
+    """Returns a subclass of both CommError and TensorFlow's error class ``kind``: a rank raises it for an operation
+    that has failed on another rank, so that ``except tf.errors.InvalidArgumentError`` catches it on all ranks.
+    """
 
     def begin(self: Any, message: str) -> None:
         Exception.__init__(self, message)  # WhaleError and OpError have other arguments
@@ -138,6 +140,7 @@ def _compare(context: Context) -> None:
     if positions is None:
         raise CommError(
             "a step failed after some ranks had drawn random numbers for it, and others had not",
+            given=f"{len(context.streams)} random streams, at other positions on some ranks",
             expected="random streams that all ranks can set to one position",
             action='set batch.random to "global", or put checks that may fail before the step draws',
         )

@@ -297,8 +297,8 @@ class Function(polymorphic_function.Function, Generic[P, R]):  # type: ignore[mi
     def _of_many_sizes(
         self, shared: SharedTrace, arguments: Arguments, args: Any, kwargs: Any, context: Context
     ) -> Step | None:
-        """Returns the step that serves arguments of any size; None: arguments of these sizes get a step of
-        their own.
+        """Returns the step that serves arguments of any size (every rank then computes the whole batch); None if these
+        arguments are to get a step that is compiled for their sizes.
         """
         shapes = [tuple(tensor.shape) for tensor in arguments.tensors]
         if shared.sizes.wants_own(arguments.key, shapes):
@@ -343,8 +343,8 @@ class Function(polymorphic_function.Function, Generic[P, R]):  # type: ignore[mi
         return self._find_step(args, kwargs, context)[1]
 
     def _attach(self) -> Context:
-        """Returns the context of the present run; first forgets steps that were compiled for another run or another
-        layout of it.
+        """Returns the context of the present run. Before that, forgets the compiled steps if they are of an earlier
+        run, or if the ranks, their rows or the layouts of variables have changed since.
         """
         context = require_current(f"the step `{getattr(self, '__name__', 'function')}`")
         if self._context is None or self._context() is not context or self._division != context.division:

@@ -20,10 +20,11 @@ _MOST = 5
 
 
 def refuse_lone_writes(context: Context, step: str) -> None:
-    """Compares between ranks the replicated variables that were assigned since the last step.
+    """Compares between ranks the replicated variables that were assigned since the last step; called before each step,
+    and does nothing on a rank that has assigned none.
 
-    Called only if this rank has assigned any. A rank without assignments does not call it, so this rank's message meets
-    the other's step check, which reveals the difference.
+    If only some ranks have assigned variables, the others exchange the check of their step meanwhile. The two messages
+    do not match, and the error says so.
 
     Args:
       step: name of the step that is about to run.
@@ -56,7 +57,7 @@ def wrap_with_replica_check(
 
     Args:
       step: name of the step, for messages.
-      handles: ``id`` of each handle of the step's variables.
+      handles: Python's ``id`` of the handle of each variable of the step's variables.
     """
     every = context.config["debug.check_replicas"]
     if not every or not context.has_other_processes:

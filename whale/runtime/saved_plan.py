@@ -35,7 +35,7 @@ class SavedPlan:
 
     Attributes:
       path: of the plan file.
-      plan: for whole batches, or for ranks' own rows.
+      plan: the plan of one program.
       cluster: the devices that the plan was made for; None: the file names none.
       used: whether a program was already compiled under the plan.
     """
@@ -97,7 +97,7 @@ class SavedPlan:
                 op=program.name,
                 given=f"{self.path}; each rank passes its own rows",
                 expected="the whole batch on every rank",
-                action="feed whole batches (batch.mode=global), or run without --plan",
+                action="feed whole batches (batch.mode=global), or leave the plan out (mesh.plan, whale run --plan)",
             )
         here = settings.but(batch__inputs=plan.batch_inputs)
         found = complete_plan(project_to_axis(program, plan.axis), here, plan)
@@ -120,7 +120,7 @@ class SavedPlan:
                 expected=f"{list(batch.placement.sizes)} rows"
                 if isinstance(batch.placement, Shard)
                 else "the whole batch on every rank",
-                action="make the plan again, or set batch.shares to its rows",
+                action="make the plan again with `whale plan`, or set batch.shares to the rows of the plan",
             )
         return replace(batch, local=True)
 
@@ -164,9 +164,9 @@ def warn_of_other_devices(cluster: Cluster | None, gpus: Sequence[OwnGpu | None]
     same = sorted(planned[: len(found)]) == sorted(one or "" for one in found)
     action = (
         "they are the same in another order: list them in the cluster file as nvidia-smi does (and keep "
-        "CUDA_DEVICE_ORDER=PCI_BUS_ID), then make the plan again"
+        "CUDA_DEVICE_ORDER=PCI_BUS_ID), then make the plan again with `whale plan`"
         if same
-        else "make the plan again with a cluster file that has these"
+        else "make the plan again with `whale plan` and a cluster file that has these"
     )
     log.warning(f"the saved plan is for other GPUs: {'; '.join(other)}; {action}")
 

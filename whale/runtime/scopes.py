@@ -72,7 +72,8 @@ def _format_settings(scope: NamedScope, context: Context) -> str:
             "a split with context= divides the sequence on every layer and cannot divide anything else",
             given=f"context={scope.context!r}, dim={scope.dim!r}, sequence={scope.sequence!r}",
             expected="context alone",
-            action="leave the others out, or split weights in a scope inside, over another axis",
+            action="leave dim= and sequence= out; to split weights too, enter another wh.split inside, with another "
+            "axis=",
         )
     for name, at in (("sequence", scope.sequence), ("context", scope.context)):
         if at is None:
@@ -193,7 +194,7 @@ def _check_devices(kind: str, devices: tuple[int | str, ...] | None, context: Co
             f"wh.{kind} names ranks that do not exist, a rank twice, or no rank",
             given=f"devices={list(devices)}, {size} ranks",
             expected=f"different ranks below {size}",
-            action="correct devices, or leave them out",
+            action=f"give ranks from 0 to {size - 1}, each once, or leave devices out",
         )
     return ranks
 
@@ -218,7 +219,7 @@ def _number_devices(kind: str, devices: tuple[int | str, ...], context: Context)
             f"wh.{kind} names devices that belong to no known rank",
             given=f"devices={list(devices)}",
             expected='names like "/job:worker/task:1" or "/device:GPU:1"; on one host tasks or devices, not both',
-            action="give the numbers of the ranks",
+            action="name ranks by their numbers, such as devices=[0, 1]",
         )
     each = context.local_ranks if hosts else 1
     ranks = iter([task * each + device for task, device in places])
@@ -243,7 +244,7 @@ def enter_pipeline(num_micro_batch: int) -> Iterator[None]:
             "a batch cannot be cut into that many micro-batches",
             given=f"num_micro_batch={num_micro_batch!r}",
             expected="an integer of at least 1",
-            action="correct num_micro_batch",
+            action="give num_micro_batch a number of at least 1, such as wh.pipeline(num_micro_batch=4)",
         )
     path = "".join(context.scoping.scopes[-1:])
     if stage_of(path) or any(map(split_scope, path.split("/"))):
@@ -251,7 +252,7 @@ def enter_pipeline(num_micro_batch: int) -> Iterator[None]:
             "wh.pipeline is entered inside a stage or a split",
             given=f"the entered scopes {path}",
             expected="replica, pipeline, stage and split inside each other in this order",
-            action="enter wh.pipeline around them",
+            action="enter wh.pipeline outside of these scopes",
         )
     settings = f"(micro_batches={num_micro_batch})"
     find_micro_batches(context, [*context.scoping.scopes[-1:], f"pipeline_0{settings}"])
@@ -314,8 +315,8 @@ def _enter_path(context: Context, kind: str, settings: str) -> Iterator[None]:
 
 
 def mark_held(tensor: Any) -> Any:
-    """Returns ``tensor``, marked in a graph to be kept until the backward pass instead of recomputed; unchanged outside
-    of a graph.
+    """Returns a copy of the tensor (``tf.identity``) that is marked to be kept until the backward pass instead of
+    recomputed; returns the tensor itself if no graph is being built.
     """
     if tf.executing_eagerly():
         return tensor
@@ -325,8 +326,8 @@ def mark_held(tensor: Any) -> Any:
 
 @contextmanager
 def enter_mark(mark: str) -> Iterator[None]:
-    """Marks operations built inside with ``mark``, a name of ``whale.capture.attrs``; does nothing outside of
-    a graph.
+    """Adds an attribute named ``mark`` (one of ``whale.capture.attrs``) to operations that are built inside, which the
+    capture of programs reads; does nothing if no graph is being built.
     """
     with ExitStack() as stack:
         if not tf.executing_eagerly():
@@ -340,7 +341,8 @@ def mark_recomputed() -> AbstractContextManager[None]:
 
 
 def join_path(context: Context, path: str) -> str:
-    """Returns the path of an earlier scope inside of the scopes that are entered now.
+    """Returns the scope path for operations of an object that was created under the scope ``path``, such as a Keras
+    layer, and is called inside of the scopes that are entered now.
 
     The result is ``path`` itself if it already begins with the present path, and the present path if both are stages.
     """
@@ -367,7 +369,7 @@ def check_count(kind: str, count: int | None) -> None:
             f"the ranks cannot be divided among parts of wh.{kind}",
             given=f"device_count={count}, {size} ranks",
             expected=f"a number that divides {size}",
-            action="correct device_count, or start another number of ranks",
+            action=f"give device_count a divisor of {size}, or start another number of ranks (whale run -np)",
         )
 
 
@@ -398,10 +400,10 @@ def refuse_unnamed_stage(count: int | None) -> None:
     """Raises PlanError for a stage that gives a number of ranks above 1 instead of naming them."""
     if count not in (None, 1):
         raise PlanError(
-            "a stage with several ranks has to name them",
+            "a wh.stage of several ranks has to name the ranks",
             given=f"device_count={count}",
-            expected="its ranks, or 1",
-            action="name them: wh.stage(devices=[0, 1])",
+            expected="the list of its ranks, or device_count=1",
+            action="write the ranks: wh.stage(devices=[0, 1])",
         )
 
 

@@ -160,7 +160,7 @@ def _begin(
             "wh.init was called twice",
             given="a second call in one process",
             expected="one call, before scopes and steps",
-            action="call wh.shutdown() in between, or remove one",
+            action="call wh.shutdown() before the second wh.init(), or remove one of the two",
         )
     config = config if isinstance(config, Config) else Config(config or {})
     if config.origin("debug.log") != "default":
@@ -245,7 +245,7 @@ def check_mesh(config: Config, size: int) -> None:
             "the ranks do not fill the mesh",
             given=f"mesh {mesh} ({config.origin('mesh')}), {size} rank{'s' * (size != 1)}",
             expected=f"a multiple of {mesh.size} ranks",
-            action="change the mesh or the number of ranks",
+            action=f"change the key mesh, or start a multiple of {mesh.size} ranks (whale run -np)",
         )
 
 

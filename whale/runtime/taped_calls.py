@@ -165,7 +165,9 @@ def _describe_state(function: Any) -> str:
 
 
 def _read_own(variable: Any) -> list[tf.Tensor]:
-    """Returns the tensors of a variable's value that this process holds, without a copy: its parts if it is sharded."""
+    """Returns the tensors of a variable's value that this process holds, without a copy: its shards if it is sharded,
+    else the value itself.
+    """
     parts = getattr(variable, "_whale_parts", None)
     if parts is not None:
         return list(parts.read_own())

@@ -305,8 +305,10 @@ class CheckpointManager:
         return path
 
     def _follow(self) -> None:
-        """Opens the folder again if the set of ranks has changed, because the first rank manages it; gives up a
-        checkpoint that is being written. Collective then.
+        """Adapts to a changed set of ranks in an elastic run: opens the folder of checkpoints again on the rank that is
+        the first one now, and gives up a checkpoint that is being written.
+
+        Collective if the set of ranks has changed; else returns at once.
         """
         if self._left == self._context.lost_count:
             return

@@ -65,8 +65,8 @@ class Saving:
         self._own_written.set()
 
     def await_written(self) -> RankMessage:
-        """Waits until this process's parts are written, and returns an empty message; raises the error if writing
-        failed.
+        """Waits until this process's parts are written, and returns an empty message, which tells the other ranks that
+        there was no error; raises the error if writing failed.
         """
         self._own_written.wait()
         if self._error is not None:
@@ -123,8 +123,8 @@ class RankMessage(msgspec.Struct):
       error: why this rank failed; "": it did not.
       digest: of the entries that all ranks are about to write; equal on all ranks if they save the same.
       temporary: from the first rank, the folder for parts.
-      number: of the checkpoint that is about to be written.
-      counter: value of the save counter.
+      number: of the checkpoint that is about to be written, as in its path ``ckpt-NUMBER``.
+      counter: value of the checkpoint's ``save_counter``.
       latest: from the first rank, the path of the newest complete checkpoint.
       checkpoints: from the first rank, the paths of those that are kept, oldest first.
       place: the folder or checkpoint that the rank is about to use; "" where it does not matter.

@@ -44,7 +44,7 @@ class CheckpointEntry:
     Attributes:
       key: name of the tensor in the checkpoint.
       spec: shape and slice in TensorFlow's notation (``"4 6 0,4:3,3"``); "" for a whole tensor.
-      holders: the ranks that can write it.
+      holders: the ranks that hold its value, each of which could write it.
       size_bytes: its size; 0 where it is too small to matter.
       read: takes one of the holders' ranks, and returns the current value there; None: there is nothing to write.
     """
@@ -69,7 +69,7 @@ def list_entries(checkpoint: tf.train.Checkpoint, context: Context) -> list[Chec
             "an object of the checkpoint has a saver of its own, which does not support slices",
             given=", ".join(sorted(savers)),
             expected="variables, iterators and Python state",
-            action="leave it out of the checkpoint",
+            action="leave it out of the tf.train.Checkpoint that wh.CheckpointManager saves",
         )
     found: list[CheckpointEntry] = []
     for trackable, by_key in tensors.items():

@@ -44,7 +44,8 @@ from whale.runtime.context import Context
 
 @dataclass(frozen=True, slots=True)
 class Applied:
-    """Holds a program after a strategy was applied, with the settings to plan it with.
+    """Holds what ``spread_program`` returns: a program with the run's strategy applied, and the settings to plan it
+    with.
 
     Attributes:
       plan: its plan, if the search has made it already; None: it must be made.
@@ -72,11 +73,14 @@ def spread_program(
     Args:
       program: normalised.
       settings: for all ranks, or for the ranks of a dry run.
-      number: of the program in this run.
-      captured: the program as captured, with its gradients marked, to be normalised again with recomputation; None:
-        they are not marked, so nothing is recomputed.
-      options: describes settings with which the step would fit into a number of bytes per rank, for the error.
-      lends: whether ranks may lend their cores to the first one, once steps have run.
+      number: index of the program among those compiled in this run; equal on all ranks, and part of the keys of its
+        messages.
+      captured: the program as captured, with the nodes of its backward pass marked, to be normalised again if a
+        strategy recomputes activations; None: they are not marked, so nothing is recomputed.
+      options: called if no strategy fits into memory: takes the bytes that each rank has, and returns a text with
+        settings under which the step would fit, for the error.
+      lends: whether the search may choose that, once steps have run, the other ranks wait and the first one computes
+        the whole step on the cores of all.
 
     Raises:
       PlanError: no strategy can run, or none fits into the ranks' memory.
@@ -135,10 +139,10 @@ def _agree(
     lends: bool,
 ) -> tuple[ChosenStrategy, Made | None]:
     """Returns the strategy that rank 0 has found, now or in an earlier run, on every rank; collective between
-    processes.
+    processes. The arguments are those of ``spread_program``.
 
     Returns:
-      the strategy; and the plan made for it on ranks that have one from the search, else None.
+      the strategy; and its plan on those ranks whose search has made it already, None on others.
     """
     dry = context.planning.dry is not None
     # If the ranks' speeds have changed within this run, the cached choice of an earlier run does not apply any more.
@@ -200,15 +204,16 @@ def search_again(
 ) -> SearchedAgain:
     """Searches the fastest strategy anew for a program that runs and whose steps were measured; collective.
 
-    Speeds and links are measured again, and corrected by what steps took. The run is not changed except for
+    Speeds and links are measured again, and corrected by the measured step time. The run is not changed except for
     ``planning.slower``.
 
     Args:
-      program, settings, captured: as of ``spread_program``, with settings as if no variable had a layout yet.
-      number: of the program in this run.
+      program, settings, captured: as in ``spread_program``, with settings as if no variable had a layout yet.
+      number: index of the program among those compiled in this run; equal on all ranks, and part of the keys of its
+        messages.
       took: measured seconds of a step, and of its exchanges without waits.
-      is_near: the prediction was about right, so the present strategy is only compared with one rank that computes on
-        the cores of all.
+      is_near: True if the measured steps took about as long as predicted: the present strategy is then only compared
+        with the one in which rank 0 computes the whole step on the cores of all ranks.
 
     Raises:
       PlanError: no strategy can run now, or the present one cannot be predicted.
@@ -235,7 +240,10 @@ def search_again(
             mine = b"E" + str(error).encode()
     said = comm.broadcast_bytes(f"{key}/slowdown", mine, 0, PLAN_TIMEOUT_S, purpose)
     if said.startswith(b"E"):
-        raise PlanError(f"rank 0 could not predict the present strategy: {said[1:].decode()}")
+        raise PlanError(
+            f"rank 0 could not predict the present strategy: {said[1:].decode()}",
+            action="none is needed in this run, which goes on with the present strategy",
+        )
     now = msgspec.json.decode(said, type=Slowdown)
     environment = environment.slow_down(now)
     slower = context.planning.slower = Slowdown(before.computing * now.computing, before.exchanging * now.exchanging)
@@ -273,7 +281,7 @@ def _compare_with_lending(
     is faster; collective.
 
     Args:
-      key: prefix of the messages' keys.
+      key: prefix of the keys by which ranks match these messages.
       took_s: measured seconds of a step now.
       bytes_per_s: rate of exchanges, for the result.
       started_s: when the search began, by ``time.perf_counter``.
@@ -293,15 +301,18 @@ def _compare_with_lending(
             mine = b"E" + str(error).encode()
     said = context.comms[0].broadcast_bytes(f"{key}/lending", mine, 0, PLAN_TIMEOUT_S)
     if said.startswith(b"E"):
-        raise PlanError(f"rank 0 could not compare the present strategy with another one: {said[1:].decode()}")
+        raise PlanError(
+            f"rank 0 could not compare the present strategy with another one: {said[1:].decode()}",
+            action="none is needed in this run, which goes on with the present strategy",
+        )
     return msgspec.msgpack.decode(said, type=SearchedAgain)
 
 
 def _plans_of(
     chosen: ChosenStrategy, program: Program, settings: PlanSettings, environment: SearchEnvironment
 ) -> Plans:
-    """Returns a maker of plans for a program as ``chosen`` runs it: normalised again if that strategy recomputes
-    activations.
+    """Returns the object that plans and prices a program under the strategy ``chosen``; the program is normalised again
+    if that strategy recomputes activations.
     """
     if (how := recompute_of(chosen.strategy)) and environment.captured is not None:
         settings = settings.but(memory__recompute=how)
@@ -312,8 +323,8 @@ def _plans_of(
 def _environment(
     program: Program, context: Context, number: int, captured: Program | None, again: bool = False
 ) -> SearchEnvironment:
-    """Returns the figures that predictions use, of the ranks or of a dry run's cluster; measures them if necessary.
-    Collective between processes.
+    """Returns the figures from which the search predicts steps: the speeds, links and memory of the ranks, or of a dry
+    run's cluster. Measures those that are not known yet; collective between processes.
 
     Args:
       again: whether to measure links even if they were measured before.
@@ -330,10 +341,11 @@ def _environment(
 
 
 def _measured_topology(context: Context, again: bool) -> Topology | None:
-    """Returns the hosts with their links, measured when first asked for; None: one figure holds for all exchanges.
+    """Returns the hosts of the ranks with the measured speeds of the links between them, for predictions; measures them
+    when first asked for. Collective between processes.
 
-    Collective between processes. If there are two hosts with one rank each, all exchanges use the same link, so None is
-    returned.
+    Returns None if there is nothing to measure: on one host, on two hosts with one rank each (all exchanges use the
+    same link), with ranks in one process, and in a dry run.
 
     Args:
       again: whether to measure the links now in any case; the ranks' places on the mesh stay as they were found before.
@@ -373,7 +385,7 @@ def _keep(program: Program, settings: PlanSettings, context: Context, number: in
 
 
 def say_kept(chosen: ChosenStrategy) -> None:
-    """Logs that the strategy of an earlier run is used; called on the first rank."""
+    """Logs that a strategy which an earlier run found is used without a search; called on the first rank."""
     _say(chosen, [f"{chosen.strategy.name}, predicted {1e3 * chosen.step_s:.2f} ms a step (as in an earlier run)"])
 
 

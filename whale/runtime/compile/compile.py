@@ -64,7 +64,8 @@ class Compiled:
       plan: agreed on by all ranks.
       program: normalised and expanded; the plan refers to its nodes.
       ranks: one program for each rank of this process.
-      number: of the program in this run, equal on all ranks.
+      number: index of the program among those compiled in this run; equal on all ranks, and part of the keys of its
+        messages.
       seconds: phase of compilation -> its seconds.
       whole: warning that the program is not divided; "": it is, or that was said before.
       on_device: message about embedding tables that are not kept in the host's memory; "": none.
@@ -100,12 +101,13 @@ def compile_program(
     programs.
 
     Args:
-      local: inputs of which this rank gets its own rows only -> the rows of every rank.
-      variables: handle node -> layout of the variables that earlier programs have fixed.
-      marked: captures the program with its gradients marked, which recomputation needs; None: it cannot be captured so.
-      movable: whether variables may get another layout before the program runs.
-      in_files: handle nodes of variables in files, which take no memory.
-      whole: whether every rank computes the whole batch, whose sizes the program does not know.
+      local: name of each input of which this rank gets only its own rows -> number of rows on every rank.
+      variables: name of a variable's handle node -> layout of the variables that earlier programs have fixed.
+      marked: returns the program captured again with the nodes of its backward pass marked, which recomputation needs;
+        None: it cannot be captured that way.
+      movable: whether variables may get another layout before the program runs, as in graphs of TensorFlow 1 sessions.
+      in_files: names of the handle nodes of variables in files, which take no memory.
+      whole: whether every rank computes the whole batch, because the program serves batches of many sizes.
 
     Raises:
       ProgramError: the ranks are about to run different programs; names the rank and the first difference.
@@ -205,10 +207,11 @@ def search_again(
     """Searches another strategy for a captured program that runs and whose steps were measured; collective.
 
     Args:
-      program, local, whole: as of ``compile_program``.
-      number: of the program in this run.
-      given: handle node -> layout that the script sets for a variable.
-      took, is_near: as of ``whale.runtime.compile.auto.search_again``.
+      program, local, whole: as in ``compile_program``.
+      number: index of the program among those compiled in this run; equal on all ranks, and part of the keys of its
+        messages.
+      given: name of a variable's handle node -> layout that the script sets for a variable.
+      took, is_near: as in ``whale.runtime.compile.auto.search_again``.
 
     Raises:
       PlanError: no strategy can run now.
@@ -221,8 +224,8 @@ def search_again(
 
 
 def _tell_if_whole(program: Program, plan: Plan, context: Context) -> str:
-    """Warns once, on the first rank, that a program is not divided, and returns the text; "" if it is, or if
-    `auto_parallel` chose that as faster.
+    """Warns once, on the first rank, if a program is not divided, so that every rank computes all of it, and returns
+    the text. Returns "" if the program is divided, or if `auto_parallel` found that undivided is faster.
     """
     if context.planning.dry is not None or context.rank != 0 or plan.program in context.reports.whole:
         return ""
@@ -235,8 +238,8 @@ def _tell_if_whole(program: Program, plan: Plan, context: Context) -> str:
 
 
 def _tell_of_wide_weights(program: Program, plan: Plan, context: Context) -> None:
-    """Logs once, on the first rank, which weights would better be sharded; not if a search or a saved plan has decided
-    about them.
+    """Logs once, on the first rank, which large weights should be sharded instead of replicated (by a scope
+    ``wh.split``). Logs nothing if a search or a saved plan has decided about them.
     """
     decided = context.planning.auto is not None or context.planning.saved is not None
     if context.planning.dry is not None or context.rank != 0 or decided or plan.program in context.reports.wide:
@@ -353,8 +356,8 @@ def _spread(
 def _show(
     program: Program, context: Context, settings: PlanSettings, number: int, captured: Program | None, options: Options
 ) -> None:
-    """Plans a program for the ranks of a dry run, and passes the plan to the dry run; what runs is planned separately,
-    for one rank.
+    """Plans a program for the ranks of a dry run, and passes the plan to the tool that began the dry run
+    (``DryRun.seen``). The program that the script then runs is planned separately, for one rank.
     """
     assert context.planning.dry is not None
     spread = _spread(program, settings, context, number, captured, options)
@@ -368,7 +371,7 @@ def _show(
 
 
 def _remember(lowered: Sequence[Program], plan: Plan, context: Context) -> None:
-    """Records the figures that `wh.memory_report` shows about the program."""
+    """Records the predicted memory of the program's step in the run's context, where `wh.memory_report` reads it."""
     first = lowered[0]
     context.reports.predicted[plan.program] = cache(lambda: step_bytes(first, context.rank, context.size))
     if plan.offloaded:
@@ -383,7 +386,7 @@ def ready_step(
 
     Args:
       function: the lowered functions.
-      uses: handle node -> how the step uses a variable that not all ranks hold alike.
+      uses: name of a variable's handle node -> how the step uses a variable that not all ranks hold alike.
       inputs: describes the inputs in words.
     """
     plan, program = compiled.plan, compiled.program
@@ -425,7 +428,7 @@ def bytes_under(
     rank; not collective.
 
     Args:
-      local, variables, in_files: as of ``compile_program``.
+      local, variables, in_files: as in ``compile_program``.
     """
     settings = _settings(program, context, variables).but(observer=PassObserver())
     captured, program = program, normalise(program, settings)

@@ -35,7 +35,7 @@ class _Mark(msgspec.Struct):
     Attributes:
       name: of the program.
       fingerprint: of the normalised program.
-      local: inputs of which the rank passes its own rows only -> the rows of every rank.
+      local: name of each input of which the rank passes only its own rows -> number of rows on every rank.
     """
 
     name: str
@@ -51,8 +51,9 @@ def compare_programs(program: Program, local: Mapping[str, tuple[int, ...]], num
     with other vector widths.
 
     Args:
-      local: inputs of which this rank passes its own rows only -> the rows of every rank.
-      number: of the program in this run.
+      local: name of each input of which this rank passes only its own rows -> number of rows on every rank.
+      number: index of the program among those compiled in this run; equal on all ranks, and part of the keys of its
+        messages.
 
     Raises:
       ProgramError: the ranks are about to run different programs; names the rank and the first difference.
@@ -108,10 +109,11 @@ def compare_programs(program: Program, local: Mapping[str, tuple[int, ...]], num
 
 
 class _Constant(msgspec.Struct):
-    """Represents a rank's value of a constant that differs between ranks bit for bit.
+    """Represents a rank's message about a constant whose value differs between ranks bit for bit.
 
     Attributes:
-      sketch: sums by which values that differ by rounding are recognised; None: the dtype does not round.
+      sketch: a few sums of its elements, by which other ranks recognise values that differ only by rounding; None: the
+        dtype does not round.
     """
 
     dtype: str
@@ -166,12 +168,13 @@ def _pass_mark(mark: _Mark) -> str:
 
 
 def check_all_take(mark: str, name: str, inputs: str, context: Context) -> bool:
-    """Returns True if every rank has cached the next program, all from the same joint compilation; collective between
-    processes.
+    """Returns True if every rank has the next program in its cache, from the same joint compilation, so that all can
+    use it; False on every rank otherwise. Collective between processes.
 
     Args:
-      mark: identifies the compilation of this rank's cached program (``Ready.agreed``); "": it has none.
-      name, inputs: of the program.
+      mark: digest that identifies the compilation of this rank's cached program (``Ready.agreed``); "": it has none.
+      name: of the program.
+      inputs: its inputs in words, for errors of ranks that make another call.
 
     Raises:
       CommError: a rank does not take part.
@@ -187,7 +190,14 @@ def check_all_take(mark: str, name: str, inputs: str, context: Context) -> bool:
 
 
 def _purpose(name: str, inputs: str, number: int, before: str) -> str:
-    """Describes the program that a rank is about to compile, for the errors of ranks that make another call."""
+    """Describes the program that a rank is about to compile, for the errors of ranks that make another call.
+
+    Args:
+      name: of the program.
+      inputs: its inputs in words.
+      number: index of the program among those compiled in this run.
+      before: the inputs with which a program of this name was compiled last; "": it was not.
+    """
     known = f", which was compiled for ({before}) before" if before else ""
     return f"the compilation of program {number}, `{name}` ({inputs}){known}"
 
@@ -226,7 +236,7 @@ def agree_on_plan(
     """Makes a plan on rank 0 and returns it on every rank; if planning fails there, raises the error on every rank.
 
     Args:
-      made: as of ``make_plan``.
+      made: as in ``make_plan``.
     """
     if not context.has_other_processes:
         return make_plan(program, context, settings, made)
@@ -242,5 +252,9 @@ def agree_on_plan(
         return plan
     data = comm.broadcast_bytes(f"whale/plan/{number}", None, 0, max(timeout_s, PLAN_TIMEOUT_S), planning)
     if data[:1] == b"E":
-        raise PlanError(f"rank 0 could not make a plan: {data[1:].decode()}")
+        raise PlanError(
+            f"rank 0 could not make a plan: {data[1:].decode()}",
+            action="do what rank 0's error above says next; if it says nothing, this is a fault of Whale: please "
+            "report it with the program (WHALE_DEBUG_DUMP=FOLDER writes it)",
+        )
     return plan_from_json(data[1:])

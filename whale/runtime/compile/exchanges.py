@@ -1,7 +1,8 @@
 """Checks that all ranks of a group have each exchange in the same phase of the step.
 
-If one rank waits for an exchange in its forward pass, and the others reach it only in their backward pass, they
-deadlock as soon as the others need data from that rank first. So the phases are compared before the first step.
+A phase is a function that runs once per micro-batch (forward, backward), or the main graph around these functions. If
+one rank waits for an exchange in its forward pass, and the others reach it only in their backward pass, they deadlock
+as soon as the others need data from that rank first. So the phases are compared before the first step.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ def compare_exchanges(programs: Sequence[Program], plan: Plan, number: int, cont
 
     Args:
       programs: of this process's ranks.
-      number: of the program in this run.
+      number: index of the program among those compiled in this run; equal on all ranks, and part of the keys of its
+        messages.
 
     Raises:
       PlanError: some ranks have an exchange in another phase.
@@ -49,14 +51,15 @@ def compare_exchanges(programs: Sequence[Program], plan: Plan, number: int, cont
 
 
 def phases_of_exchanges(program: Program, stages: bool) -> dict[str, tuple[list[int], dict[str, int]]]:
-    """Maps the key of each exchange of a rank's program to its ranks and its phases.
+    """Maps the key of each exchange of a rank's program to the ranks that take part in it, and to the phases in which
+    this rank has it.
 
     Args:
       stages: whether the program has pipeline stages. Their sends and receives are left out, as each receiving stage
         has phases of its own for them.
 
     Returns:
-      key -> (ranks, phase -> number of micro-batches); the phase "" is the main graph.
+      key -> (ranks, phase -> in how many micro-batches); the phase "" is the main graph.
     """
     found: dict[str, tuple[list[int], dict[str, int]]] = {}
 
@@ -87,7 +90,9 @@ def phases_of_exchanges(program: Program, stages: bool) -> dict[str, tuple[list[
 
 
 def _find_sends_behind(program: Program, calls: Sequence[Node]) -> list[Node]:
-    """Returns the sends that run after one of ``calls``, because they depend on its results."""
+    """Returns the sends of the main graph that wait for a result of ``calls``, the nodes that call the functions of
+    micro-batches.
+    """
     late = {node.name for node in calls}
     for node in program.nodes:
         if not late.isdisjoint([*(r.node for r in node.inputs), *node.controls]):
@@ -96,7 +101,9 @@ def _find_sends_behind(program: Program, calls: Sequence[Node]) -> list[Node]:
 
 
 def _ahead(program: Program, calls: Sequence[Node]) -> list[Node]:
-    """Returns the receives that run before one of ``calls``, because it depends on them."""
+    """Returns the receives of the main graph on which one of ``calls``, the nodes that call the functions of
+    micro-batches, depends.
+    """
     stack, early = list(calls), set[str]()
     while stack:
         node = stack.pop()
@@ -111,7 +118,7 @@ def refuse_unlike_phases(found: Mapping[int, Phases]) -> None:
     """Raises PlanError if ranks have an exchange in different phases, or some of its ranks do not have it.
 
     Args:
-      found: rank -> its exchanges, as of ``phases_of_exchanges``.
+      found: rank -> what ``phases_of_exchanges`` has returned for it.
     """
     seen: set[str] = set()
     for rank, phases in found.items():
@@ -133,8 +140,14 @@ def refuse_unlike_phases(found: Mapping[int, Phases]) -> None:
 
 
 def _meet(counts: Mapping[str, int], theirs: Mapping[str, int]) -> bool:
-    """Returns True if two ranks have an exchange in the same phases, or both outside of micro-batches where neither
-    blocks the other.
+    """Returns True if two ranks reach the same exchange without a deadlock.
+
+    They do if both have it in the same phases equally often. They also do if both have it in the main graph, unless one
+    waits for it before its micro-batches and the other comes to it only after them.
+
+    Args:
+      counts: phase -> in how many micro-batches, of the exchange on one rank.
+      theirs: the same on the other rank.
     """
     if {*counts, *theirs} <= {"", BEFORE, AFTER} and counts and theirs:
         return {*counts, *theirs} != {BEFORE, AFTER}

@@ -43,7 +43,7 @@ PURPOSE = "comparing steps with their prediction"
 
 @dataclass(frozen=True, slots=True)
 class StepTimes:
-    """Holds what one rank has measured of the steps that are looked at.
+    """Holds what one rank has measured of the steps that are compared with their prediction.
 
     Attributes:
       step_s: median seconds of a step.
@@ -60,13 +60,13 @@ class StepTimes:
 
 @dataclass(frozen=True, slots=True)
 class StepsTook:
-    """Holds what all ranks together have measured of these steps.
+    """Holds what all ranks together have measured of the steps that are compared with their prediction.
 
     Attributes:
       step_s: seconds of a step on the rank that waits least; on the slowest rank if nothing is exchanged.
       first_s: seconds of the very first step, on the slowest rank.
-      exchanges_s: seconds of the exchanges of one rank in a step without waits: each counts as on the rank where it is
-        shortest, for the rank with the largest sum.
+      exchanges_s: seconds of one rank's exchanges in a step, without its waits for other ranks. An exchange counts with
+        its time on the rank where it is shortest; of the ranks' sums, this is the largest.
     """
 
     step_s: float
@@ -75,7 +75,7 @@ class StepsTook:
 
     @classmethod
     def agree(cls, said: Sequence[StepTimes]) -> StepsTook:
-        """Combines what each rank has measured."""
+        """Combines the measurements of all ranks, which every rank has received, so that all decide alike."""
         shortest: dict[str, float] = {}
         for one in said:
             for key, seconds in one.exchanges_s.items():
@@ -98,8 +98,8 @@ def find_step_s(said: Sequence[tuple[float, bool]]) -> float:
 
 
 def is_far(step_s: float, predicted_s: float, far: float = FAR) -> bool:
-    """Returns True if steps took more than ``far`` times as long as predicted or the reverse, and differ by more than
-    FAR_S seconds.
+    """Returns True if steps took more than ``far`` times as long as predicted, or less than 1/``far`` of it, and the
+    difference is more than FAR_S seconds.
     """
     longer, shorter = max(step_s, predicted_s), min(step_s, predicted_s)
     return longer > far * shorter and longer - shorter > FAR_S
@@ -110,15 +110,17 @@ class StepForecast:
     """Holds the prediction for one program of a run, and compares its steps with it; there is one on every rank.
 
     Attributes:
-      number: of the program in this run.
+      number: index of the program among those compiled in this run; equal on all ranks, and part of the keys of its
+        messages.
       step_s: predicted seconds of a step.
       comm: communicator of the ranks.
-      search: takes what steps took, and whether they were near the prediction; searches again, or if near only measures
-        one rank on the cores of all. None: the strategy was given by the user, or there were searches enough.
+      search: searches a faster strategy, given what all ranks have measured, and whether that is near the prediction
+        (then only a step that rank 0 computes on the cores of all ranks is measured for comparison). None: the user
+        gave the strategy, or there were searches enough.
       correct: caches another strategy for later runs; with None, makes the next run search anew.
       moving_s: returns the seconds that it takes to move variables to another strategy, and ""; or infinity and the
         reason why they cannot move.
-      may_lend: whether ranks may lend the first one their cores, do not do so now, and that was not measured before.
+      may_lend: whether such a step is still to be measured: ranks may lend the first one their cores, and do not yet.
       better: the strategy to change to, once that pays; None: there is none.
     """
 
@@ -216,12 +218,13 @@ class StepForecast:
             self._lending_after = (LENDING_S + LENDING_STEPS * first_s) / step_s
 
     def _look_again(self, mine: StepTimes, is_near: bool) -> None:
-        """Searches another strategy by what steps took, caches the result, and decides when to change to it;
+        """Searches another strategy with the measured times, caches the result, and decides when to change to it;
         collective.
 
         Args:
           mine: what this rank has measured.
-          is_near: steps were near their prediction, so only one rank on the cores of all is measured for comparison.
+          is_near: True if steps were near their prediction, so that only a step that rank 0 computes on the cores of
+            all ranks is measured for comparison.
         """
         search, self.search = self.search, None
         whole = pack((mine.step_s, mine.first_s, mine.exchanges_s, mine.sent_bytes))
@@ -236,7 +239,9 @@ class StepForecast:
             log.warning(f"auto_parallel: {self._describe(took, mine.sent_bytes)}; {why}")
 
     def _weigh(self, found: SearchedAgain, took: StepsTook) -> str:
-        """Decides whether to change to the found strategy and after how many steps; returns the decision in words."""
+        """Decides whether the time that the found strategy saves will exceed the time of changing to it, and after how
+        many steps; returns the decision in words, for the log.
+        """
         gain_s = found.present_s - found.chosen.step_s
         measured, slower = "one rank was measured on the cores of all", found.slower
         if slower != Slowdown():
@@ -267,7 +272,16 @@ class StepForecast:
 def _search(
     search: Callable[[StepsTook, bool], SearchedAgain] | None, took: StepsTook, near: bool
 ) -> tuple[SearchedAgain | None, str]:
-    """Calls ``search``; returns its result and "", or None and the reason why the present strategy stays."""
+    """Searches another strategy; an error in the search does not end the run.
+
+    Args:
+      search: as in ``StepForecast``; None: no search is allowed.
+      took: what all ranks have measured.
+      near: whether that is near the prediction.
+
+    Returns:
+      the result and ""; or None and the reason why the present strategy stays.
+    """
     if search is None:
         return None, "links or processors are not as fast as when the strategy was chosen (see `whale doctor`)"
     try:

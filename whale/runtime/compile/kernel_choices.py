@@ -58,12 +58,15 @@ class KernelFile(msgspec.Struct):
 
 
 def loses(before_s: float, after_s: float) -> bool:
-    """Returns True if a substitution is slower than what it replaces, by more than LOSES times and LOSES_S seconds."""
+    """Returns True if a substitution is slower than what it replaces: if it takes more than LOSES times as long, and
+    more than LOSES_S seconds longer.
+    """
     return after_s > LOSES * before_s and after_s - before_s > LOSES_S
 
 
 class MachineKernels:
-    """Holds the figures of this machine's kernels during a run; implements ``KernelTimes``.
+    """Holds, during a run, which kernel substitutions (Whale's fused kernels in place of TensorFlow's ops) are slower
+    on this machine; implements ``KernelTimes``.
 
     Args:
       files: the cache folder.
@@ -145,8 +148,8 @@ def _parse(name: str, texts: tuple[str, str]) -> Substitution:
 
 
 def _measure(one: Substitution) -> tuple[float, float]:
-    """Returns the seconds of a substitution before and after, the least of several alternating rounds; (0, 0) if it
-    cannot be run alone.
+    """Returns the seconds that a program takes before and after one substitution of kernels, each the least of several
+    alternating rounds; (0, 0) if it cannot be run by itself.
     """
     import tensorflow as tf
 

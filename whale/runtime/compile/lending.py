@@ -47,7 +47,8 @@ class HostCores:
     free_bytes: float
 
     def measure_step(self, program: Program) -> float:
-        """Returns the seconds of a step with all threads on random values, the least of several runs.
+        """Returns the seconds of a step that one rank computes on the cores of all ranks, on random values: the least
+        of several runs.
 
         Raises:
           ProgramError: the step takes arguments for which no random values can be made, fails on them, or does not fit
@@ -56,9 +57,10 @@ class HostCores:
         needed = predict_at_most_bytes(program, 0, PlanSettings(size=1))
         if needed > self.free_bytes:
             raise ProgramError(
-                "a second copy of the step does not fit into memory",
-                given=f"{needed} bytes",
-                expected=f"at most {self.free_bytes:.0f} bytes, which are free",
+                "a second copy of the step, to be timed on the cores of all ranks, does not fit into memory",
+                given=f"{needed} bytes predicted",
+                expected=f"at most {self.free_bytes:.0f} bytes, which are free on this host",
+                action="none is needed: another strategy is chosen; to try this one, use a smaller batch",
             )
         try:
             values, variables = draw_operands(program)
@@ -75,15 +77,16 @@ class HostCores:
             return least_s
         except tf.errors.OpError as error:
             raise ProgramError(
-                "the step cannot be timed on random values, with which it fails", given=str(error).splitlines()[0]
+                "the step cannot be timed on random values, with which it fails",
+                given=str(error).splitlines()[0],
+                expected="a step that runs on random arguments and variables",
+                action="none is needed: another strategy is chosen",
             ) from error
 
 
 def find_lending(program: Program, context: Context) -> HostCores | None:
-    """Returns the cores that ranks may lend the first one; None: they may not lend, or have no more cores together than
-    it has.
-
-    Collective between processes.
+    """Returns the cores on which the first rank could compute for all ranks; None if ranks may not lend their cores
+    (``may_lend``), or have no more cores together than the first one has. Collective between processes.
     """
     if not may_lend(context):
         return None

@@ -59,7 +59,8 @@ def limits_bytes(context: Context, number: int) -> list[float]:
     """Returns the memory limit in bytes of each rank that programs are planned for; collective between processes.
 
     Args:
-      number: of the program in this run.
+      number: index of the program among those compiled in this run; equal on all ranks, and part of the keys of its
+        messages.
     """
     if context.has_other_processes and context.planning.dry is None:
         mine = _Rank.make(*limit_bytes(context))
@@ -72,8 +73,8 @@ def limits_bytes(context: Context, number: int) -> list[float]:
 
 
 def _limits_by_turns(context: Context) -> list[tuple[float, str]]:
-    """Returns the limit of each rank of this host, as of ``limit_bytes``, where it is not known which rank has which
-    GPU.
+    """Returns the limit of each rank of this host, in the form of ``limit_bytes``, where it is not known which rank has
+    which GPU.
 
     In a dry run the GPUs are assigned to ranks round-robin, as a run of processes would do
     (`device_exchange.claim_gpu`); ranks that are threads all compute on the first GPU.
@@ -89,7 +90,7 @@ def _limits_by_turns(context: Context) -> list[tuple[float, str]]:
 
 
 def _gpu_limit_bytes(config: Config, gpu: OwnGpu) -> tuple[float, str]:
-    """Returns the limit of each rank that shares a GPU, as of ``limit_bytes``: its share of the memory that other
+    """Returns the limit of each rank that shares a GPU, as in ``limit_bytes``: its share of the memory that other
     programs leave, without CUDA's and Whale's own buffers.
     """
     held = {"CUDA": tensorflow_bytes(gpu.memory_bytes, gpu.capability), "exchanges": count_device_buffer_bytes(config)}
@@ -148,7 +149,8 @@ def refuse_what_does_not_fit(
 
     Args:
       programs: rank of this process -> its program.
-      number: of the program in this run.
+      number: index of the program among those compiled in this run; equal on all ranks, and part of the keys of its
+        messages.
       options: describes settings with which the step would fit into the ranks' limits; called on the first rank, and
         only if the step does not fit.
 
@@ -236,7 +238,8 @@ def options_text(
       settings: with which the step does not fit.
       limits: bytes of each rank; for options with another number of ranks the smallest one counts.
       program: as captured.
-      marked: captures the program with its gradients marked, which recomputation needs; None: it cannot be captured so.
+      marked: returns the program captured again with the nodes of its backward pass marked, which recomputation needs;
+        None: it cannot be captured that way.
       beside_host: whether the computing device has memory of its own, separate from the host's.
     """
 

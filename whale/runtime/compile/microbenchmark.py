@@ -207,7 +207,9 @@ def _measured_chains(dtype: str) -> _Measured:
 
 
 def average_kinds(values: Sequence[float]) -> list[float]:
-    """Replaces each value by the mean of its kind: values within a factor of ONE_KIND of the kind's largest one."""
+    """Makes ranks of the same kind of processor count as equally fast: replaces each measured value by the mean of the
+    values within a factor of ONE_KIND of the largest one of its kind.
+    """
     found = list(values)
     order = sorted(range(len(values)), key=lambda r: -values[r])
     while order:
@@ -225,8 +227,9 @@ def _together(
     ranks.
 
     Args:
-      what: part of the messages' keys.
-      measured: takes the seconds; returns (FLOP/s, bytes/s).
+      what: name of what is measured; part of the keys by which ranks match these messages.
+      measured: takes the seconds for which to measure; returns (FLOP/s, bytes/s).
+      seconds: for which to measure.
     """
     comm = context.comms[0]
     comm.allgather_bytes(f"whale/auto/begin/{what}", b"")

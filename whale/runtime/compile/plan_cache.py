@@ -45,7 +45,7 @@ _OTHER_LINK, _OTHER_LINK_S = 3.0, 0.5e-3
 
 
 class KeptStrategy(msgspec.Struct, frozen=True):
-    """Represents a cached strategy.
+    """Represents the content of a cache file: a strategy that a search found.
 
     Attributes:
       exchange_s: seconds of an exchange between hosts when the strategy was chosen; 0: all ranks were on one host.
@@ -184,8 +184,8 @@ def is_same_link(then_s: float, context: Context) -> bool:
 
 
 def _machine(context: Context) -> tuple[object, ...]:
-    """Returns what `auto_parallel` depends on besides the program and the settings: properties of this host, except its
-    name, and configuration keys.
+    """Returns the properties of this host (except its name) and the configuration keys on which the choice of
+    `auto_parallel` depends, besides the program and the settings; part of the key of a cached strategy.
     """
     limit, _ = limit_bytes(context)
     config = {k: context.config[k] for k in ("pipeline.stages", "communication.in_process_ranks", "mesh.profile")}

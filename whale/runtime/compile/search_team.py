@@ -34,11 +34,12 @@ _BROKEN = b"!"  # begins an answer that is the member's own error
 
 
 class RankTeam:
-    """Represents the helping ranks on rank 0; implements `whale.planner.graph_search.team.Team`.
+    """Represents, on rank 0, the ranks that help it to search; implements `whale.planner.graph_search.team.Team`,
+    through which the search asks them for predictions.
 
     Args:
       comm: communicator of all ranks.
-      key: prefix of the messages' keys.
+      key: prefix of the keys by which ranks match these messages.
       purpose: describes the search, for errors of ranks that make another call.
       helpers: the ranks that help.
     """
@@ -52,7 +53,11 @@ class RankTeam:
         self.size = 1 + len(helpers)
 
     def ask(self, ways: Sequence[Asked]) -> None:
-        """Sends each helper one strategy to predict; they begin at once, and ``answers`` collects the results."""
+        """Sends each helper one strategy to predict; they begin at once, and ``answers`` collects the results.
+
+        Args:
+          ways: the strategies to predict, at most one for each helper.
+        """
         self._asked = self._helpers[: len(ways)]
         self._say(_PREDICT + msgspec.msgpack.encode(dict(zip(self._asked, ways, strict=True))))
 
@@ -90,12 +95,16 @@ class RankTeam:
         self._comm.broadcast_bytes(f"{self._key}/{self._number}", message, purpose=self._purpose)
 
     def _collect_answers(self) -> list[bytes]:
-        """Returns the answers to the latest request, of the ranks that it was for."""
+        """Returns the answers of the ranks that were asked last, in the order in which they were asked."""
         asked, self._asked = self._asked, ()
         said = _answers(self._comm, self._key, self._number, b"", self._purpose)
         for rank in asked:
             if said[rank].startswith(_BROKEN):
-                raise PlanError(f"rank {rank} could not predict a plan: {said[rank][1:].decode()}")
+                raise PlanError(
+                    f"rank {rank} could not predict a plan: {said[rank][1:].decode()}",
+                    action="this is a fault of Whale: please report it with the program (WHALE_DEBUG_DUMP=FOLDER "
+                    "writes it); a run with mesh.auto_parallel=False does not search",
+                )
         return [said[rank] for rank in asked]
 
 
@@ -110,9 +119,9 @@ def find_together(
     processes.
 
     Args:
-      key: prefix of the messages' keys.
+      key: prefix of the keys by which ranks match these messages.
       purpose: describes the search, for errors of ranks that make another call.
-      plans: creates the maker of plans that a helper uses.
+      plans: creates the object with which a helper plans and prices strategies.
       look: searches on rank 0, given the team; returns the strategy and its plan.
 
     Returns:
@@ -143,7 +152,11 @@ def _help(comm: Communicator, key: str, purpose: str, plans: Callable[[], Plans]
         data = comm.broadcast_bytes(f"{key}/{number}", None, 0, PLAN_TIMEOUT_S, purpose)
         what, content, answer = data[:1], data[1:], b""
         if what == _FAILED:
-            raise PlanError(f"rank 0 could not choose a plan: {content.decode()}")
+            raise PlanError(
+                f"rank 0 could not choose a plan: {content.decode()}",
+                action="do what rank 0's error above says next; if it says nothing, this is a fault of Whale: please "
+                "report it with the program (WHALE_DEBUG_DUMP=FOLDER writes it)",
+            )
         if what == _CHOSEN:
             chosen = msgspec.msgpack.decode(content, type=ChosenStrategy)
             best = member.best if member is not None else None

@@ -41,7 +41,7 @@ def settings_of(context: Context) -> PlanSettings:
             "pipeline.stages needs auto_parallel; without it the program defines its stages",
             given=f"pipeline.stages={config['pipeline.stages']}, mesh.auto_parallel=False",
             expected="mesh.auto_parallel=True, or wh.stage in the program",
-            action="set mesh.auto_parallel, or leave pipeline.stages out",
+            action="set mesh.auto_parallel=True, or leave pipeline.stages out",
         )
     times = kernel_times_of(context)
     declined = times.declined if times is not None else ()
@@ -104,7 +104,9 @@ def choose_scores_bytes(config: Config, gpus: Sequence[OwnGpu | None]) -> int:
 
 
 def _list_gpus(context: Context) -> Sequence[OwnGpu | None]:
-    """Returns each rank's GPU as far as known in this process; equal on all ranks. (): not known."""
+    """Returns each rank's GPU (None: it has none), as far as this process knows, equal on all ranks; () if nothing is
+    known.
+    """
     if context.gpus:
         return context.gpus
     if context.planning.dry is not None:

@@ -273,10 +273,10 @@ def _lower(
     """Plans and lowers a trace, and returns its step.
 
     Args:
-      local: inputs of which this rank gets its own rows only -> the rows of every rank.
-      parts: inputs of which this rank is passed its own rows only, even if the step then gathers them.
+      local: name of each input of which this rank gets only its own rows -> number of rows on every rank.
+      parts: names of the inputs of which a call passes this rank's rows only, even if the step then gathers all rows.
       kept: the name under which the step is cached for later runs; "": it is not cached.
-      traced: traces the step again, with its gradients marked.
+      traced: traces the step again, with the nodes of its backward pass marked.
       streams: prefix of the names of its random streams.
       whole: whether every rank computes the whole batch.
     """
@@ -339,8 +339,12 @@ def _take_ready(
     context: Context,
     streams: str,
 ) -> Step:
-    """Returns the step of a trace that an earlier run has lowered and cached under the name ``kept``. Collective
-    between processes.
+    """Returns the step of a trace that an earlier run has lowered and cached. Collective between processes.
+
+    Args:
+      ready: the cached step.
+      local, parts, kept, streams: as in ``_lower``.
+      layouts: name of a variable's handle node -> layout of the variables that earlier programs have fixed.
     """
     start_s = time.perf_counter()
     number, context.programs = context.programs, context.programs + 1
@@ -390,7 +394,8 @@ def _foresee(
     predicted. Collective.
 
     Args:
-      kept, local, whole: as of ``_lower``.
+      number: index of the program among those compiled in this run; equal on all ranks.
+      kept, local, whole: as in ``_lower``.
     """
     planning, auto = context.planning, context.planning.auto
     if auto is None or not auto.step_s or planning.dry is not None or planning.forecast is not None:
@@ -472,7 +477,17 @@ def _step(
     context: Context,
     compiled: Compiled | None = None,
 ) -> Step:
-    """Creates the step, whose arguments and replicas are compared between the ranks at calls as configured."""
+    """Creates the step around the callable of its lowered functions, and adds the comparisons between ranks that
+    ``debug.check_inputs`` and ``debug.check_replicas`` ask for.
+
+    Args:
+      call: takes the tensors of a call, and runs the lowered functions.
+      tied: the trace, with its variables and captures.
+      parts: names of the inputs of which each rank passes its own rows, so that they are not compared.
+      seconds: phase of compilation -> seconds.
+      is_first: whether the step serves the first call only, because it creates variables.
+      compiled: None: an earlier run has lowered the step.
+    """
     call = compare_arguments(call, context, ready.program, tied.inputs, parts, dict(tied.captures))
     call = wrap_with_replica_check(call, context, ready.program, {id(v.handle) for v in tied.variables})
     trim()

@@ -53,10 +53,10 @@ class Ready(msgspec.Struct, frozen=True):
       inputs: its inputs in words.
       main: name of the function to call.
       passed, handles, outputs: see ``LoweredFunction``.
-      variables: handle nodes of its variables.
-      uses: handle node -> how the step uses a variable that not all ranks hold alike.
-      kinds: handle node -> parameters, optimizer state or buffers.
-      offloaded: handle nodes of variables in the host's memory.
+      variables: names of the handle nodes of its variables.
+      uses: name of a variable's handle node -> how the step uses a variable that not all ranks hold alike.
+      kinds: name of a variable's handle node -> parameters, optimizer state or buffers.
+      offloaded: names of the handle nodes of variables in the host's memory.
       communicates: whether it needs the op library.
       rolled: whether it has micro-batches.
       trains: whether it updates variables.
@@ -151,9 +151,10 @@ def find(
     Collective between processes under `auto_parallel`.
 
     Args:
-      local: inputs of which this rank gets its own rows only -> the rows of every rank.
-      layouts: handle node -> layout of the variables that earlier programs have fixed.
-      number: of the program in this run.
+      local: name of each input of which this rank gets only its own rows -> number of rows on every rank.
+      layouts: name of a variable's handle node -> layout of the variables that earlier programs have fixed.
+      number: index of the program among those compiled in this run; equal on all ranks, and part of the keys of its
+        messages.
     """
     if _is_auto(context):
         know_machines(context)  # collective, so all ranks call it, even one that caches nothing

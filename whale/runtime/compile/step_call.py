@@ -38,7 +38,8 @@ def callable_step(
       tied: the trace, with its variables and captures.
       function: the lowered functions, registered here with TensorFlow.
       plan: returns the plan.
-      number: of the program in this run.
+      number: index of the program among those compiled in this run; equal on all ranks, and part of the keys of its
+        messages.
       ranks: the programs of this process's ranks; needed in elastic runs only.
     """
     device = compute_device(context.config) if ready.offloaded else None

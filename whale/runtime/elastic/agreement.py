@@ -1,6 +1,9 @@
 """Lets the remaining ranks of an elastic run agree before they continue, and brings a rank that is one step behind up
 to date.
 
+After each loss or join, the present ranks connect by a temporary communicator, the meeting. Each sends a
+``RankStatement``, and they take their decisions by ``Agreements``.
+
 Decision: 0109.
 """
 
@@ -21,7 +24,7 @@ from whale.runtime.elastic.call_replay import CallProgress
 
 
 class LoneCommunicator:
-    """Stands for a communicator where a single rank remains: exchanges return its own data."""
+    """Stands in for a communicator on the only rank that remains: exchanges return its own data."""
 
     rank, size, name = 0, 1, ""
 
@@ -37,11 +40,11 @@ _TIMES = 1 << 20  # the most times that ranks may plan anew after one loss or jo
 
 
 class Agreements:
-    """Carries out decisions that all ranks of a meeting take together: each first gets all the data that it needs, and
-    then acts.
+    """Carries out decisions that all ranks of a meeting take together: each rank first gets all the data that it needs,
+    and acts only after all have.
 
-    If a rank is lost in between, some ranks have acted and the others have not, but could. The remaining ranks then
-    meet again, and a rank that has not acted does so if any other rank has.
+    If a rank is lost in between, some ranks may have acted and others not yet. The remaining ranks then meet again, and
+    those that have not acted do so if any rank of the new meeting has.
     """
 
     def __init__(self) -> None:
@@ -49,14 +52,15 @@ class Agreements:
         self._act: Callable[[], None] = lambda: None
 
     def agree(self, news: int, kind: int, meeting: Any, act: Callable[[], None], time: int = 0) -> None:
-        """Calls ``act`` once all ranks of the meeting are ready for it.
+        """Calls ``act`` once all ranks of the meeting are ready for it; collective.
 
         Args:
-          news: number of losses and joins heard so far.
-          kind: of the decision: MET, WHOLE, GROWN or ANEW.
-          meeting: communicator of the ranks.
+          news: number of losses and joins heard so far, equal on all ranks of the meeting.
+          kind: what is decided: MET (from which step to continue), WHOLE (all variables are whole), GROWN (ranks are
+            admitted) or ANEW (the same ranks plan anew).
+          meeting: communicator of the ranks that decide.
           act: carries out the decision on this rank, without exchanges.
-          time: number of the decision among those of this kind.
+          time: tells apart decisions of the same kind after the same loss or join: 0, 1, ...
 
         Raises:
           CommError: a rank is gone. The decision is carried out in the next meeting, or by no rank.
@@ -66,8 +70,8 @@ class Agreements:
         self._do()
 
     def catch_up(self, meeting: Any) -> None:
-        """Carries out the decision that this rank agreed to last, if another rank of the meeting already has; a joining
-        rank may not have agreed to it.
+        """Calls the ``act`` of this rank's latest ``agree`` if that failed here, but another rank of the meeting has
+        already acted; collective. Ranks that have never agreed, such as joining ones, only take part in the exchange.
         """
         done = max(int(one) for one in gather_bytes(meeting, str(self._done).encode()))
         if self._done < done == self._number:
@@ -88,7 +92,7 @@ class RankStatement:
       variables: number of variables that its programs have used.
       host: name of its host.
       keeps: whether it has snapshots of its variables from before and after its latest steps.
-      weighed: figures of ``StepTimes.weigh`` by which joining is weighed; None: unknown.
+      weighed: the result of ``StepTimes.weigh``, from which rank 0 decides whether admitting ranks pays; None: unknown.
       common: counters and shares that must become equal on all ranks.
     """
 
@@ -112,12 +116,13 @@ class RankStatement:
 
 
 def hear_returned(meeting: Any, said: Sequence[RankStatement], me: int, at: CallProgress) -> None:
-    """Sends the result of the latest call that was not a step to ranks that are one call behind; collective.
+    """Sends the result of the latest call that was not a step to ranks that have not completed this call; collective.
 
     Args:
-      said: the statements of all ranks of the meeting.
+      meeting: communicator of the remaining ranks.
+      said: the statements of all ranks of the meeting, in order.
       me: number of this rank in the meeting.
-      at: this rank's progress; updated if it is behind.
+      at: this rank's progress; updated if this rank is behind.
 
     Raises:
       ClusterError: ranks are further apart than one call.
@@ -140,13 +145,14 @@ def hear_returned(meeting: Any, said: Sequence[RankStatement], me: int, at: Call
 def catch_up(
     meeting: Any, said: Sequence[RankStatement], me: int, at: CallProgress, known: Sequence[tf.Variable]
 ) -> None:
-    """Sends the results of the latest step, and the variables, to ranks that are one step behind; collective. For runs
-    whose variables are all replicated.
+    """Sends the results of the latest step, and the variables, to ranks that have not completed this step; collective.
+    For runs whose variables are all replicated.
 
     Args:
-      said: the statements of all ranks of the meeting.
+      meeting: communicator of the remaining ranks.
+      said: the statements of all ranks of the meeting, in order.
       me: number of this rank in the meeting.
-      at: this rank's progress; updated if it is behind.
+      at: this rank's progress; updated if this rank is behind.
       known: variables that programs have used, in an order that is equal on all ranks.
     """
     steps = max(one.steps for one in said)
@@ -168,6 +174,8 @@ def gather_bytes(meeting: Any, data: bytes) -> list[bytes]:
 
 
 def send_value(meeting: Any, first: int, value: Any) -> Any:
-    """Broadcasts the value of rank ``first`` of a meeting and returns it on every rank; collective."""
+    """Broadcasts ``value`` from rank ``first`` of a meeting, and returns it on every rank; collective. Other ranks'
+    ``value`` is ignored.
+    """
     data = pack(value) if meeting.rank == first else None
     return unpack(meeting.broadcast_bytes("whale/elastic/sent", data, first, TURN_TIMEOUT_S))

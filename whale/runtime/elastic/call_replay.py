@@ -43,10 +43,10 @@ class ReplayStep:
     it.
 
     Attributes:
-      number: of the step.
-      take: the callable.
-      args: its positional arguments.
-      kwargs: its keyword arguments.
+      number: of the step: how many steps the rank had taken after it.
+      take: the function that the call ran, which takes ``args`` and ``kwargs``.
+      args: positional arguments of the call.
+      kwargs: keyword arguments of the call.
       drawn: batches that the step read from iterators itself.
       rewritten: (variable, value) pairs that the script has assigned since the step, to be assigned again.
     """
@@ -61,12 +61,14 @@ class ReplayStep:
 
 @dataclass
 class CallLog:
-    """Records this rank's calls, with the data needed to repeat the latest one.
+    """Records this rank's calls, with the data needed to repeat the latest one; used by ``Elastic.retry``.
 
     Attributes:
-      again: maps a tensor or a part of a batch to its replacement when a call is repeated, as rows are divided anew.
+      again: takes a tensor or a part of a batch, and returns this rank's rows of it under the present division of rows;
+        applied to arguments when a call is repeated.
       at: how far this rank has come.
-      undone: a step that an earlier call had taken and whose effects were undone; None: there is none.
+      undone: a step of an earlier call whose effects were undone, so that it must be taken again first; None: there is
+        none.
     """
 
     again: Callable[[Any], Any]
@@ -103,8 +105,8 @@ class CallLog:
         return self._drawn[self._drawn_again - 1]  # type: ignore[no-any-return]
 
     def go_back(self, steps: int, rewritten: Callable[[], Sequence[tuple[tf.Variable, tf.Tensor]]]) -> None:
-        """Sets this rank's progress back to ``steps`` steps, at most one less than now; the variables have been
-        restored already.
+        """Records that the ranks have gone back to the state after ``steps`` steps, at most one less than now; the
+        caller has restored the variables already.
 
         Args:
           rewritten: returns the (variable, value) pairs that the script has assigned since the latest step.
@@ -117,8 +119,10 @@ class CallLog:
             self.at.steps = steps
 
     def redo(self) -> tuple[int, int]:
-        """Repeats the step whose effects were undone, if there is one, and returns the numbers of calls and
-        steps then.
+        """Repeats the step whose effects were undone, if there is one.
+
+        Returns:
+          the numbers of calls and of steps that this rank has completed by now.
         """
         step = self.undone
         if step is None:

@@ -71,9 +71,11 @@ _T = TypeVar("_T")
 class Elastic:
     """Lets this rank continue when other ranks are lost, and admits ranks that join; implements ``ElasticHooks``.
 
+    ``wh.init`` creates it for an elastic run. Every call that communicates passes through ``retry``.
+
     Attributes:
-      drawn: returns a batch that a step reads itself, given a function that reads the next one; in a repeated call, the
-        same batch again.
+      drawn: takes a function that reads the next batch from an iterator, and returns the batch that a step gets: in a
+        repeated call the same batch again.
       share_again: registers a dataset, whose ``divide_again`` is called whenever the ranks or their shares change.
     """
 
@@ -133,8 +135,8 @@ class Elastic:
           early: (handle, dtype) of variables that the step writes before its exchanges are complete; their values are
             saved first.
           watched: counts and times the step; None: it is not watched.
-          assigned: number (``id``) of a handle -> whole value that the script has assigned to a sharded variable since
-            the last step.
+          assigned: Python's ``id`` of a variable's handle -> whole value that the script has assigned to a sharded
+            variable since the last step.
         """
         step, generations = self._at.steps + 1, self._generations if self._run.comms else None
         if generations is not None:
@@ -153,6 +155,11 @@ class Elastic:
 
         If another rank completed this call before the loss, returns that rank's result. The result of a call that is
         not a step must be something that ``pack`` takes.
+
+        Args:
+          take: runs the call.
+          args: its positional arguments; rows of batches in them are cut anew before the call is repeated.
+          kwargs: its keyword arguments.
 
         Raises:
           CommError: the call failed though no rank is lost, or lost data cannot be recovered.
@@ -210,8 +217,8 @@ class Elastic:
             self._go_on(error)
 
     def _look(self, balance: Balance, watched: WatchedSteps) -> None:
-        """Divides rows anew after a step if ranks were faster or slower than their shares of rows, or plans stages anew
-        if that is worth it.
+        """Divides rows anew after a step if ranks were faster or slower than their shares of rows suggest; or plans the
+        stages of a pipeline anew, if that saves more time than it takes.
         """
         context = self._run
         self._calls.begin()  # the step is over: if it has to be repeated now, it counts as an earlier call's
@@ -296,7 +303,9 @@ class Elastic:
         group.connect(group.make_survivors(members))
 
     def _hear_statements(self, meeting: Any) -> list[RankStatement]:
-        """Exchanges statements with all ranks of a meeting, and returns them in order; collective."""
+        """Sends this rank's ``RankStatement`` to all ranks of a meeting, and returns the statements of all, in order;
+        collective.
+        """
         context = self._run
         keeps = self._generations is not None and bool(self._generations.begun)
         left = self._commits.steps_left if context.config["fault.join"] == "weighed" else None
@@ -332,11 +341,11 @@ class Elastic:
         call.
 
         Args:
-          members: start numbers of the ranks.
+          members: the ranks by the numbers that they had when their processes started, which never change.
           said: their statements, in the same order.
           recovered: values of sharded variables; None: every rank has all values.
-          divisions: number of divisions so far, if this rank knows more than the statements.
-          draws_on: as of ``RankGroup.update_places``.
+          divisions: least value for the count of divisions, if this rank has counted more than the statements tell.
+          draws_on: as in ``RankGroup.update_places``.
         """
         context, group, generations = self._run, self._group, self._generations
         if recovered is not None and generations is not None:
@@ -365,7 +374,7 @@ class Elastic:
         collective.
 
         Args:
-          meeting: communicator of the ranks.
+          meeting: temporary communicator of the ranks, through which they agree before they continue.
           said: their statements.
           kind: WHOLE before ranks join, ANEW to plan for the same ranks.
           chosen: the strategy that programs follow from now on; None: it is searched anew.
@@ -468,8 +477,8 @@ class Elastic:
             log.info(f"{joined} after {known.steps} steps: {describe_going_on(len(members))}")
 
     def _take_in(self) -> bool:
-        """Admits waiting ranks before a call, if the script has just committed and joining pays; returns True if it
-        admitted any.
+        """Before a call, admits processes that wait to join, if the script has just committed its state and if more
+        ranks save more time than the change takes; returns True if it admitted any.
         """
         context, group, state = self._run, self._group, self._commits.held.get(self._at.calls)
         if state is not None and not context.comms and group.hear(0.0):  # alone, no exchange fails when a rank joins
@@ -495,5 +504,5 @@ def refuse_session(context: Context) -> None:
             "sessions of TensorFlow 1 cannot continue after a loss of ranks",
             given=f"fault.elastic={context.config['fault.elastic']!r}, and a session of TensorFlow 1",
             expected="steps of wh.function or of Keras",
-            action="leave elastic out, and use `whale run --max-restarts` with checkpoints",
+            action="leave elastic=True (fault.elastic) out, and use `whale run --max-restarts` with checkpoints",
         )

@@ -1,11 +1,12 @@
-"""Keeps a rank's variable pieces from before and after its latest steps, and copies of other ranks' pieces, against
-losses.
+"""Keeps a rank's pieces of variables from before and after its latest steps, and copies of other ranks' pieces, so that
+no value is lost with a rank.
 
-A lost rank may have had pieces that no other rank has. So after each step every rank sends such pieces to another rank,
-on another host if there is one. A rank on the same machine that maps the sender's memory gets their address instead:
-that memory outlives the process, and is not overwritten while it is lent. When a rank is lost, the others may be one
-step apart; those that are ahead then go back, for which each rank keeps its pieces from before the step. That is free
-until the step writes, and then takes as much memory as the rank's own pieces.
+A piece is what one rank holds of a variable: a tile of a sharded one, or else the whole. A lost rank may have had
+pieces that no other rank has. So after each step every rank sends such pieces to another rank, on another host if there
+is one. A rank on the same machine that maps the sender's memory gets their address instead: that memory outlives the
+process, and is not overwritten while it is lent. When a rank is lost, the others may be one step apart; those that are
+ahead then go back, for which each rank keeps its pieces from before the step. That is free until the step writes, and
+then takes as much memory as the rank's own pieces.
 
 Snapshot      a rank's pieces at one moment
 PieceCopies   pieces of other ranks, after a number of steps
@@ -40,13 +41,13 @@ LENT_BYTES = 256 << 10
 
 @dataclass(frozen=True)
 class Snapshot:
-    """Holds this rank's pieces of all variables at one moment.
+    """Holds this rank's pieces (shards, or whole values of unsharded variables) of all variables at one moment.
 
     Attributes:
-      holdings: of all variables known then: which rank holds which piece.
+      holdings: for each variable known then, which rank holds which piece.
       values: this rank's piece of each variable; None where it has none.
-      assigned: number (``id``) of a handle -> the whole value that the script had assigned, from which pieces had just
-        been cut.
+      assigned: Python's ``id`` of a variable's handle -> the whole value that the script had assigned just before, from
+        which the pieces were cut.
     """
 
     holdings: Sequence[Holding]
@@ -56,12 +57,12 @@ class Snapshot:
 
 @dataclass(frozen=True)
 class _PieceMessage:
-    """Represents pieces that only one rank has, sent together: one large piece unchanged, or small ones of one dtype
+    """Describes a message with pieces that only one rank has: a large piece by itself, or small ones of one dtype
     concatenated.
 
     Attributes:
       rank: the sender.
-      key: of the message.
+      key: by which sender and receiver match the message.
       dtype: of the pieces.
       lent: whether the receiver reads the pieces in the sender's memory instead of getting a copy.
     """
@@ -88,7 +89,8 @@ class _PieceMessage:
         return tf.concat([tf.reshape(mine[i], [-1]) for i, *_ in self.pieces], 0)
 
     def unpack(self, row: Callable[[], tf.Tensor]) -> Iterator[tuple[int, int, Callable[[], tf.Tensor]]]:
-        """Yields (number of the holding, number of the piece, function that returns the piece).
+        """Yields each piece in the message as (index of its variable's holding, number of the piece, function that
+        returns its value).
 
         Args:
           row: returns the tensor that ``pack`` made.
@@ -111,21 +113,24 @@ class PieceCopies:
         self._received = received
 
     def iterate_pieces(self) -> Iterator[tuple[int, int, Callable[[], tf.Tensor]]]:
-        """Yields (number of the holding, number of the piece, function that returns the piece)."""
+        """Yields each copied piece as (index of its variable's holding, number of the piece, function that returns its
+        value).
+        """
         for message, row in self._received:
             yield from message.unpack(row)
 
 
 @dataclass(frozen=True)
 class _Layout:
-    """Holds the present layout of the variables' pieces, with the function that reads and exchanges them.
+    """Holds which rank has which pieces of the variables now, with the function that reads this rank's pieces and
+    exchanges copies.
 
     Attributes:
-      holdings: of all variables: which rank holds which piece.
+      holdings: for each variable, which rank holds which piece.
       places: indices in ``holdings`` of the variables of which this rank has a piece.
-      handles: handles of these pieces' memory.
+      handles: resource handles through which these pieces are read.
       exchange: reads the pieces, and sends or lends them to the rank that keeps their copies.
-      kept: messages that this rank keeps for others.
+      kept: messages from other ranks whose pieces this rank keeps.
     """
 
     holdings: Sequence[Holding]
@@ -139,7 +144,11 @@ class _Layout:
         return _read_values([self.holdings[i].dtype for i in self.places], self.handles)
 
     def distribute_pieces(self, values: Sequence[tf.Tensor]) -> list[tf.Tensor | None]:
-        """Returns this rank's piece of every holding, None where it has none, from the list of its own pieces."""
+        """Returns a list with an entry for every holding, this rank's piece or None where it has none.
+
+        Args:
+          values: this rank's pieces, in the order of ``places``.
+        """
         found: list[tf.Tensor | None] = [None] * len(self.holdings)
         for i, value in zip(self.places, values):
             found[i] = value
@@ -147,7 +156,8 @@ class _Layout:
 
 
 class Generations:
-    """Holds the latest snapshots of this rank, and the copies that it keeps for others.
+    """Holds this rank's snapshots of its latest steps, and the copies that it keeps for other ranks; ``Elastic``
+    records them around each step, and ``recover`` uses them after a loss.
 
     Args:
       ranks: of the run.
@@ -178,7 +188,7 @@ class Generations:
         then exchanged.
 
         Args:
-          assigned: number (``id``) of a handle -> whole value from which the pieces were just cut.
+          assigned: Python's ``id`` of a variable's handle -> whole value from which the pieces were just cut.
         """
         before, layout = self._latest, self._find_layout()
         if layout is not before:
@@ -232,8 +242,11 @@ class Generations:
         return self._latest
 
     def _exchange_copies(self, steps: int, layout: _Layout) -> list[tf.Tensor | None]:
-        """Sends and lends copies of this rank's pieces, keeps those of other ranks, and returns this rank's pieces by
-        holding. Collective.
+        """Sends or lends this rank's pieces to the rank that keeps their copies, and keeps those of other ranks.
+        Collective.
+
+        Returns:
+          this rank's piece of every holding, None where it has none.
         """
         try:
             values, lends, rows, places = layout.exchange()
@@ -260,11 +273,11 @@ class Generations:
     def _build_exchange(
         self, holdings: Sequence[Holding]
     ) -> tuple[list[tf.Tensor], list[tf.Tensor], list[tf.Tensor], list[tf.Tensor]]:
-        """Builds the operations of an exchange of copies.
+        """Builds the operations of an exchange of copies; traced into a tf.function.
 
         Returns:
           this rank's pieces, the tensors that it lends, the messages that it receives, and the addresses of memory lent
-            to it.
+          to it.
         """
         ops, rank = whale_ops.load_ops(), self.rank
         own = [holding for holding in holdings if holding.find_piece(rank) is not None]
@@ -305,8 +318,10 @@ class Generations:
         return [message for rank in of for message in self._list_messages(holdings, rank)]
 
     def _list_messages(self, holdings: Sequence[Holding], rank: int) -> list[_PieceMessage]:
-        """Returns the messages with all pieces that only ``rank`` has, which is this rank or one for which it keeps
-        copies.
+        """Returns the messages that together have all pieces which only ``rank`` has.
+
+        Args:
+          rank: this rank, which sends them, or a rank for which this one keeps copies.
         """
         other = self._keepers[rank] if rank == self.rank else rank
         lends = self._comm.is_sharing_tensors(other)

@@ -1,7 +1,8 @@
 """Recovers whole variables from the pieces and copies of the remaining ranks, after as many steps as possible.
 
-All ranks decide alike, from the statements of all. The latest step counts if every rank has taken it and every piece of
-it exists, on its holder or on the rank that keeps the copy; otherwise all go back to before it.
+All ranks decide alike, because each has what all ranks have said. The state after the latest step is taken if every
+remaining rank has completed this step, and every piece exists after it, on a rank that holds it or on the one that
+keeps its copy. Otherwise all ranks go back to the state before the step.
 
 Decision: 0107.
 """
@@ -31,11 +32,11 @@ WHOLE = -1  # stands for a piece's number where a rank has the whole value
 
 @dataclass(frozen=True)
 class RecoveredState:
-    """Holds whole values of variables after a number of steps.
+    """Holds whole values of variables after a number of steps, as ``recover`` returns them.
 
     Attributes:
       steps: number of steps.
-      values: of the variables, in the order in which they became known.
+      values: of the variables, in the order in which programs first used them.
       back: whether some ranks had taken one more step, which is repeated.
       joined: how many variables were assembled from parts and copies.
     """
@@ -52,10 +53,10 @@ def recover(
     """Recovers whole variables on all ranks of a meeting; collective.
 
     Args:
-      meeting: communicator of the remaining ranks.
+      meeting: temporary communicator of the remaining ranks.
       generations: this rank's snapshots and copies.
       latest: the largest number of steps that any of the ranks has taken.
-      taken: the smallest number.
+      taken: the smallest number of steps that any of the ranks has taken: ``latest``, or one less.
 
     Raises:
       ClusterError: pieces are lost with all ranks that had them.
@@ -87,8 +88,12 @@ def recover(
 
 
 def become_whole(holdings: Sequence[Holding], recovered: RecoveredState | None) -> None:
-    """Makes every variable an ordinary, replicated one: with its recovered value, or if it has none, in its state
-    before any step.
+    """Makes every variable an ordinary, replicated one with its recovered value. A variable without a recovered value,
+    which no common step has used, gets back its state before any step.
+
+    Args:
+      holdings: of the variables, in the order of the recovered values.
+      recovered: None: every rank has all values already.
     """
     values = () if recovered is None else recovered.values
     for i, holding in enumerate(holdings):
@@ -120,11 +125,12 @@ def _find_available(generations: Generations, steps: int, back: bool) -> tuple[_
     """Returns what this rank can contribute to the state after ``steps`` steps.
 
     Args:
-      back: whether the state is that from before the latest step.
+      steps: number of steps.
+      back: whether other ranks have taken one more step, so that this is a state to go back to.
 
     Returns:
       its own pieces; its copies of other ranks' pieces; and the snapshot with what the script had assigned after these
-        steps.
+      steps.
     """
     rank = generations.rank
     moment = generations.begun.get(steps + 1) or generations.read_now()
@@ -143,12 +149,22 @@ def _find_available(generations: Generations, steps: int, back: bool) -> tuple[_
 
 
 def _find_holders(said: _Said, key: _Key) -> list[int]:
-    """Returns the ranks of the meeting that have a piece, owners before ranks with a copy."""
+    """Returns the ranks of the meeting that can provide a piece: first those that hold it, then those that keep a copy.
+
+    Args:
+      said: for each rank, the pieces that it has -> whether it has a copy only.
+      key: (index of the variable, number of the piece).
+    """
     return sorted((rank for rank, keys in enumerate(said) if key in keys), key=lambda rank: said[rank][key])
 
 
 def _find_needs(said: _Said, moment: Snapshot, i: int) -> list[int]:
-    """Returns the pieces of variable number ``i`` that must be broadcast; [] if every rank has its whole value."""
+    """Returns the numbers of the pieces of variable ``i`` that must be broadcast; [] if every rank has its whole value.
+
+    Args:
+      said: for each rank, the pieces that it has -> whether it has a copy only.
+      moment: tells into how many pieces the variable is cut.
+    """
     pieces = range(len(moment.holdings[i].holders))
     whole = len(_find_holders(said, (i, WHOLE))) == len(said) or (
         len(pieces) == 1 and len(_find_holders(said, (i, 0))) == len(said)
@@ -157,7 +173,9 @@ def _find_needs(said: _Said, moment: Snapshot, i: int) -> list[int]:
 
 
 def _list_missing(said: _Said, moment: Snapshot, count: int) -> list[str]:
-    """Returns the names of the variables of which no remaining rank has some needed piece."""
+    """Returns the names of those of the first ``count`` variables that cannot be recovered, because no remaining rank
+    has one of their pieces.
+    """
     return [
         moment.holdings[i].variable.name
         for i in range(count)
@@ -172,8 +190,15 @@ def _exchange_pieces(
     moment: Snapshot,
     count: int,
 ) -> list[tf.Tensor]:
-    """Broadcasts pieces from ranks that have them, and returns the whole values of the first ``count`` variables;
-    collective.
+    """Broadcasts each needed piece from a rank that has it, and returns the whole values of the first ``count``
+    variables; collective.
+
+    Args:
+      found: (index of the variable, number of the piece) -> function that returns the piece, for the pieces of this
+        rank.
+      said: for each rank, the pieces that it has -> whether it has a copy only.
+      moment: this rank's snapshot, with the variables' layouts.
+      count: number of variables that all ranks know.
     """
     ops, values = whale_ops.load_ops(), []
     comm = ops.whale_communicator(communicator=meeting.name, rank=meeting.rank) if meeting.size > 1 else None

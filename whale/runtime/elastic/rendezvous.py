@@ -55,7 +55,7 @@ class ElasticRun(Protocol):
 
 
 class RankGroup:
-    """Tracks the ranks of an elastic run, and connects them anew after losses and joins.
+    """Tracks the ranks of an elastic run, and connects them anew after losses and joins; ``Elastic`` has one.
 
     Args:
       run: returns the run's context.
@@ -64,9 +64,10 @@ class RankGroup:
       number: count of losses and joins that this rank has heard of.
       divisions: how many times rows were divided anew, or ranks admitted.
       me: this rank's number at its start, which never changes.
-      members: start numbers of the ranks of the run; (): this process has not been admitted yet.
-      ranks: which ranks are present, admitted and active.
-      door: the listener for joining processes; None: no process may join through this rank.
+      members: the ranks of the run, by the numbers that they had at their start; (): this process has not been admitted
+        yet.
+      ranks: which processes are present, which are admitted, and which are both (``active``).
+      door: the socket listener through which joining processes connect; None: no process may join through this rank.
     """
 
     def __init__(self, run: Callable[[], ElasticRun]) -> None:
@@ -110,7 +111,9 @@ class RankGroup:
         return self._watch.is_over
 
     def wait_until_asked_in(self) -> None:
-        """Announces to the launcher that this joining process is ready, and waits until all ranks know of it."""
+        """Announces to the launcher that this joining process is ready, and waits until the launcher has told all ranks
+        of it.
+        """
         self._watch.tell({"ready": True})
         while self.me not in self.ranks.present:
             self.hear(TURN_TIMEOUT_S)
@@ -119,7 +122,8 @@ class RankGroup:
         """Creates a communicator of ``members``, and watches it for lost ranks.
 
         Args:
-          kind: as of ``Members.connect``; tells communicators of the same ranks apart.
+          members: the ranks to connect, by the numbers that they had at their start.
+          kind: 0 to 3, which tells apart communicators that are made after the same loss or join (``Members.connect``).
           shared: options for ``Members.connect``, such as ``share_memory``.
         """
         comm = self.ranks.connect(self._name, self.me, members, kind, self.door, self._watch, **shared)
@@ -128,8 +132,14 @@ class RankGroup:
         return comm
 
     def _leave(self, comm: whale_ops.Communicator, ranks: Sequence[int]) -> bool:
-        """Leaves a communicator that is not used any more; returns True if all its other ranks have left it or are
-        gone.
+        """Leaves a communicator that is not used any more.
+
+        Args:
+          ranks: those that it connects, by the numbers that they had at their start.
+
+        Returns:
+          True if all its other ranks have left it or are gone, so that it can be dropped; else it must be left again
+          later.
         """
         for i, rank in enumerate(ranks):
             if rank not in self.ranks.present:
@@ -149,12 +159,12 @@ class RankGroup:
             context.planning.auto = msgspec.structs.replace(context.planning.auto, strategy=even)
 
     def divide_work(self, rows: Sequence[int], why: str) -> None:
-        """Changes the rows per rank among the same ranks, without compiling again; with ``rows=()`` only datasets are
-        divided anew, as stages are planned anew.
+        """Changes the rows per rank among the same ranks, without compiling again. With ``rows=()`` only the registered
+        datasets are divided anew, because the stages of a pipeline are planned anew.
 
         Args:
           rows: shares of the ranks.
-          why: logged on the first rank.
+          why: reason in words, which the first rank logs.
         """
         context = self._of()
         if rows:
@@ -166,7 +176,9 @@ class RankGroup:
             log.info(why)
 
     def divide_data(self) -> None:
-        """Divides the registered datasets by the present ranks and shares."""
+        """Makes every registered dataset yield this rank's rows under the present number of ranks and shares
+        (``divide_again``).
+        """
         for dataset in list(self._datasets):
             dataset.divide_again()
 
@@ -198,8 +210,11 @@ class RankGroup:
         context.reports.compiled_for.clear()
 
     def make_meeting(self, members: Sequence[int], kind: int) -> Any:
-        """Creates the connection through which the present ranks talk before they continue; ``kind`` as of
-        ``Members.connect``.
+        """Creates the temporary communicator through which the present ranks agree before they continue.
+
+        Args:
+          members: these ranks, by the numbers that they had at their start.
+          kind: as in ``make_communicator``.
         """
         if len(members) > 1:
             return self.make_communicator(members, kind, share_memory=False)
@@ -224,7 +239,7 @@ class RankGroup:
           welcome: progress and state of the run; None on joining ranks, which receive it.
 
         Returns:
-          the communicator, the ranks' start numbers, the names of their hosts, and the welcome.
+          the communicator, the numbers that its ranks had at their start, the names of their hosts, and the welcome.
 
         Raises:
           CommError: a rank is gone.
@@ -241,7 +256,14 @@ class RankGroup:
     def grow(
         self, comm: whale_ops.Communicator, members: tuple[int, ...], hosts: Sequence[str], known: Welcome
     ) -> None:
-        """Makes the ranks that ``comm`` connects, joining ones included, the ranks of the run."""
+        """Makes the ranks that ``comm`` connects, joining ones included, the ranks of the run.
+
+        Args:
+          comm: the new communicator, from ``offer``.
+          members: its ranks, by the numbers that they had at their start.
+          hosts: name of each rank's host.
+          known: progress and state of the run, from ``offer``.
+        """
         context = self._of()
         self.update_places(hosts, members.index(self.me))
         common = known.common

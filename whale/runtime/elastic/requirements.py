@@ -35,10 +35,11 @@ def refuse(ranks: Ranks, joins: bool = False) -> None:
     if wrong:
         raise ConfigError(
             "this run cannot continue after a loss of ranks",
-            given=f"elastic, and {wrong}",
+            given=f"fault.elastic (wh.init(elastic=True)), and {wrong}",
             expected="several processes started by `whale run`, communication.backend whale, batch.mode global, and no "
             "memory.offload",
-            action="change what is named, or leave elastic out and use `whale run --max-restarts` with checkpoints",
+            action="change what `given` names, or leave elastic=True (fault.elastic) out and use `whale run "
+            "--max-restarts` with checkpoints",
         )
 
 
@@ -62,9 +63,9 @@ def _refuse(variable: str, given: str, expected: str) -> None:
     raise PlanError(
         "this run cannot continue after a loss of ranks",
         variable=variable,
-        given=f"elastic, and {given}",
+        given=f"fault.elastic (wh.init(elastic=True)), and {given}",
         expected=expected,
-        action="leave elastic out, and use `whale run --max-restarts` with checkpoints",
+        action="leave elastic=True (fault.elastic) out, and use `whale run --max-restarts` with checkpoints",
     )
 
 
@@ -72,8 +73,8 @@ def refuse_plan(uses: Mapping[str, VariableUse], names: Mapping[str, str], size:
     """Raises PlanError if one rank alone has a part of a variable, and no copies are kept.
 
     Args:
-      uses: handle node -> how the program uses a variable.
-      names: handle node -> name of the variable, for the message.
+      uses: name of a variable's handle node -> how the program uses a variable.
+      names: name of a variable's handle node -> name of the variable, for the message.
       size: number of ranks.
       copies: whether other ranks keep copies (``fault.elastic="memory"``).
     """
@@ -87,7 +88,7 @@ def refuse_plan(uses: Mapping[str, VariableUse], names: Mapping[str, str], size:
                 variable=names.get(node, node),
                 given='fault.elastic "replicas", and a plan that gives a part to one rank',
                 expected='fault.elastic "memory", which keeps a copy on another rank, or replicas of each part',
-                action='set fault.elastic to "memory"',
+                action='set fault.elastic="memory", as wh.init(elastic=True) does',
             )
 
 
@@ -104,8 +105,8 @@ def make_nothing_to_join_error() -> ClusterError:
 
 
 def make_done_before_error() -> ClusterError:
-    """Creates the error for a joining process that would exchange, before its first commit, what the other ranks have
-    exchanged before it came.
+    """Creates the error for a joining process that makes, between ``wh.State`` and its first commit, a call that all
+    ranks make together: the other ranks have made this call before it came.
     """
     return ClusterError(
         "a process that joins a run makes a call that the other ranks have made together before",

@@ -53,9 +53,10 @@ class ShardedDataset:
     Args:
       dataset: yields global batches.
       context: of the run.
-      by: "row" or "file", as of ``shard``.
-      told: whether the first rank warns if every rank has to read all rows.
-      agreed: whether the other ranks created the dataset before this process joined them, so that nothing is compared.
+      by: "row" or "file", as in ``shard``.
+      told: True: the first rank warns if every rank has to read all rows.
+      agreed: True: this process joins a run whose ranks created the dataset before, so that nothing is compared with
+        them.
 
     Attributes:
       report: how this rank gets its rows, in one sentence.
@@ -272,8 +273,8 @@ class ShardedDataset:
         return seed
 
     def _draw_seed(self) -> int:
-        """Returns a seed that is equal on all ranks, and in a process that joins them; 0 if there are no other
-        processes.
+        """Returns a seed for a shuffle without one, which is equal on all ranks, also in a process that joins later; 0
+        if there are no other processes.
         """
         return self._context.seeds.draw() % (1 << 31) + 1 if self._context.seeds is not None else 0
 
@@ -421,9 +422,9 @@ def shard(dataset: tf.data.Dataset, by: str = "row") -> ShardedDataset:
     if context.elastic is not None and by == "file":
         raise PlanError(
             "an elastic run cannot divide a dataset by files, since those of a lost rank would be lost",
-            given='elastic, and by="file"',
+            given='wh.shard(dataset, by="file") in a run with fault.elastic (wh.init(elastic=True))',
             expected='by="row", where other ranks can read the rows of a lost rank',
-            action="use wh.shard(dataset), or leave elastic out",
+            action="write wh.shard(dataset), or leave elastic=True (fault.elastic) out",
         )
     return ShardedDataset(dataset, context, by)
 

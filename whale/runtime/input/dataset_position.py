@@ -23,17 +23,18 @@ _KEY = "position"
 
 @dataclass
 class Epochs:
-    """Holds what the iterations over one dataset of ``wh.shard`` share.
+    """Holds what the iterations over one dataset of ``wh.shard`` share; each ``ShardedIterator`` refers to it.
 
     Attributes:
       elements: takes a number of batches to skip; returns an iterator over the rest.
       begin: begins an iteration and drops it, so that a shuffle that reshuffles proceeds to its next order.
       orders: tracks and sets the orders of the dataset's shuffles.
       reshuffles: whether each iteration has another order.
-      reproducible: why another run would see other samples; "": it would see the same.
+      reproducible: the reason why another run would see other samples; "": it would see the same.
       element_spec: the structure and types of a whole batch.
       parts: number of ranks that make batches of their own files; 0 if batches are those of one device.
-      cut: returns this rank's part of a whole batch, if every rank reads whole batches; None: it reads its part.
+      cut: returns this rank's part of a whole batch, if every rank reads whole batches; None: this rank reads only its
+        part.
       may_grow: whether this rank is the only one at present, but others may join.
       begun: number of iterations begun so far.
       has_ended: whether an iteration has come to its end, so that caches are full.
@@ -129,14 +130,15 @@ class ShardedIterator(Trackable):
         return self._again[position]
 
     def _read_from(self, position: int) -> None:
-        """Makes batch number ``position`` of the same order the next one, even if the dataset's shuffle has proceeded
-        to a later order.
+        """Makes batch number ``position`` of this iteration the next one. The iteration keeps its order, even if the
+        dataset's shuffle has proceeded to the order of a later iteration.
         """
         self.go_back(position)
 
     def _mark(self, element: Any, position: int) -> Any:
-        """Returns the batch, with its source (iterator, number, index of the tensor) noted in its tensors, so that it
-        can be read again.
+        """Returns the batch, with its source (iterator, number of the batch, index of the tensor) noted in those of its
+        tensors that are parts of the batch, so that ``cut_rows_again`` can read them again. On a rank that is alone,
+        but may be joined by others, whole tensors carry the note too.
         """
         for leaf, part in enumerate(tf.nest.flatten(element)):
             if type(part) is ShardedTensor:

@@ -3,8 +3,8 @@
 A dataset ``source -> shuffle, repeat, map ... -> batch(n) -> repeat, take, zip ...`` is built again with a selection of
 samples by their position in the batch. Maps that compute each sample by itself move behind the selection, across
 shuffles, repeats and zips too, so that a rank transforms only its own samples. Transformations after batch(n) that move
-whole batches are applied to the rank's batches as they were to the whole ones. Any other transformation stays in front
-of the selection, or is a reason to read all rows (``Unknown``): the rows are those of one device in any case.
+whole batches are applied to the rank's parts of these batches in the same way. Any other transformation stays in front
+of the selection, or is a reason to read all rows (``Unknown``). In every case the batches are those of one device.
 
 Decision: 0024.
 """
@@ -96,8 +96,8 @@ class Part:
     Attributes:
       leaves: the flat tensors, with at least one row; only the first ``shares(rows)[rank]`` rows are this rank's.
       rows: number of rows of the global batch.
-      met: for each Summary that has seen the batch: the summary, the batch's number within its repetition, and the
-        index of the first tensor of its dataset.
+      met: for each ``Summary`` (recorder of values to be compared between ranks) that has seen the batch: the summary,
+        the batch's number within its repetition, and the index in ``leaves`` of the first tensor of its dataset.
     """
 
     leaves: list[tf.Tensor]
@@ -111,15 +111,19 @@ class Sizes:
 
     Attributes:
       every: rows of each batch; 0: batches may differ.
-      described: equal for two datasets whose batches have the same rows, batch by batch; None: unknown.
+      described: how the batches come about (``("batch", 32, ...)``, then transformations). If it is equal for two
+        datasets, their batches have the same rows, batch by batch, so that they can be zipped; None: unknown.
     """
 
     every: int
     described: tuple[Any, ...] | None
 
     def follow(self, *transformation: Any) -> Sizes:
-        """Returns the sizes of a dataset that is made from this one by a transformation, given by its name and
-        numbers.
+        """Returns the sizes of a dataset that is made from this one by a transformation that keeps or leaves out whole
+        batches.
+
+        Args:
+          transformation: its name and numbers, such as ``"repeat", 3``.
         """
         return Sizes(self.every, None if self.described is None else (*transformation, self.described))
 
@@ -135,7 +139,8 @@ class OwnRows:
       moved: number of maps that run on this rank's samples only.
       kept: names of maps that run on all samples.
       reseeded: shuffles of the dataset that had no seed, and got one that is equal on all ranks.
-      summaries: record batches that all ranks must read alike, where that is unknown without reading them.
+      summaries: recorders of batches that must be compared between ranks, because how the dataset is built does not
+        show whether all ranks read the same ones.
       reads_ahead: whether batches are read ahead within each repetition.
     """
 
@@ -177,8 +182,9 @@ def own_rows(
       shares: takes the rows of a batch; returns the rows of every rank.
       first_row: takes the rows of every rank; returns where this rank's rows begin in the batch.
       seeds: returns a seed, equal on all ranks, for a shuffle that has none.
-      ahead: number of batches to read ahead within a repetition, where reading into the next one would begin its order.
-      every: every so many batches one is compared between the ranks; 0: none.
+      ahead: number of batches to read ahead within a repetition, in datasets where reading into the next repetition
+        would make a shuffle begin its next order.
+      every: every how many batches one is compared between the ranks; 0: none.
 
     Raises:
       Unknown: the dataset's structure does not allow it.
@@ -258,8 +264,8 @@ class _Division:
         return replace(inner, dataset=_put_on(inner.dataset, made, self._seeds), sizes=sizes)
 
     def _divide_shuffled(self, made: Any) -> OwnRows:
-        """Returns this rank's part of batches that are shuffled; the order is the same, as its dataset has one element
-        for each batch.
+        """Returns this rank's part of batches that are shuffled after batch(n). The rank's dataset has one element for
+        each global batch, so the same shuffle brings its parts into the same order.
         """
         inner = self.divide(made._input_dataset)
         if self.summaries:
@@ -427,8 +433,8 @@ class _Division:
         return OwnRows(own, leaves, sizes, len(found.maps), found.kept, found.reseeded, ())
 
     def _drop_maps(self, dataset: Any) -> _Samples:
-        """Returns the samples without those maps at the end that can run behind the selection of this rank's
-        samples.
+        """Takes off the maps at the end of a dataset of samples that compute each sample by itself, so that they can
+        run on this rank's samples only; shuffles and repeats between them are built again below them.
         """
         above: list[Any] = []  # what has to be put on again
         maps: list[_Map] = []
@@ -490,7 +496,8 @@ class _Batch:
         """Returns ``samples`` in batches of ``size``.
 
         Args:
-          carries: whether each sample is paired with a note (rows, number, summary), which is batched too.
+          carries: whether each sample is paired with a note, int64[3] of the batch's rows, its number and the index of
+            its summary; notes are batched too.
         """
         if self.pad is None:
             return samples.batch(size, False, *self.parallel)
@@ -531,13 +538,13 @@ class _Map:
 
 @dataclass(frozen=True)
 class _Samples:
-    """Represents samples in front of maps that can run behind the selection of a rank's samples.
+    """Represents a dataset of samples without the maps that ``_Division._drop_maps`` has taken off its end.
 
     Attributes:
-      base: the dataset of samples.
+      base: the dataset of samples before these maps.
       maps: the maps, from the last to the first.
       ends: the datasets from which the samples come, in the order of their tensors.
-      kept: names of maps that stay in front.
+      kept: names of maps that could not be taken off, and run on all samples.
       reseeded: shuffles that got a seed.
     """
 
@@ -571,8 +578,13 @@ def _on_part(function: Callable[[Sample], Sample], zipped: Any, number: int) -> 
 
 
 def _notes(size: int, full: int, rest: int) -> tf.data.Dataset:
-    """Returns a dataset of notes (rows, 0, no summary): for ``full`` batches of ``size`` rows (-1: without end), and a
-    last one of ``rest`` rows unless that is 0.
+    """Returns a dataset with a note for each batch, int64[1, 3] of the batch's rows, 0 and "no summary"; it is zipped
+    with a rank's batches where the rows are known beforehand.
+
+    Args:
+      size: rows of each full batch.
+      full: number of full batches; -1: without end.
+      rest: rows of a last, smaller batch; 0: there is none.
     """
     notes = tf.data.Dataset.from_tensors(np.array([[size, 0, _NO_SUMMARY]], np.int64)).repeat(full)
     if not rest:
@@ -637,7 +649,9 @@ def _maps_in(dataset: Any) -> Iterator[str]:
 
 
 def _has_maps(dataset: Any) -> bool:
-    """Returns True if there are maps below ``dataset`` that could move behind it."""
+    """Returns True if ``dataset`` ends in shuffles, repeats and the like over a map that computes each sample by
+    itself, so that this map could run after them, on one rank's samples only.
+    """
     node = dataset
     while type(node).__name__ in (*_MOVES, *UNCHANGED):
         node = node._input_dataset
@@ -675,9 +689,10 @@ def refuse_other_orders(dataset: tf.data.Dataset, reseeded: Collection[Any] = ()
 
 
 def _refuse_other_orders(dataset: Any, reseeded: Collection[Any], values_only: bool) -> None:
-    """Does the same for a dataset and, recursively, the datasets that it is made from.
+    """Raises ProgramError if ranks would read a dataset, or one of those that it is made from, in different orders.
 
     Args:
+      reseeded: shuffles that got the same seed on every rank.
       values_only: whether the values of elements have no influence on which elements follow; random values are then
         allowed.
     """
@@ -710,10 +725,11 @@ def _leaves_order_open(dataset: Any) -> bool:
 
 
 def shuffles_freely(dataset: Any, of_this_run: Callable[[int, int], bool]) -> bool:
-    """Returns True if the dataset's order depends on a shuffle to which the script gave no seed.
+    """Returns True if the dataset's order depends on a shuffle to which the script gave no seed, so that another run
+    would see another order.
 
     Args:
-      of_this_run: returns True for two seeds that this run has given to a shuffle without one.
+      of_this_run: takes a shuffle's two seeds, and returns True if this run has given them to a shuffle without seeds.
     """
     shuffles = (d for d in upstream(dataset) if type(d).__name__ == "_ShuffleDataset")
     return any(_is_unseeded(d) or of_this_run(_number(d._seed), _number(d._seed2)) for d in shuffles)

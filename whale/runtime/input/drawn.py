@@ -1,5 +1,5 @@
-"""Draws the batches that a step reads itself from an iterator of the script: they are read before the step, and passed
-as arguments.
+"""Draws the batches for a step that calls ``next(iterator)`` itself: they are read before the step runs, and passed to
+it as arguments.
 
 Decision: 0061.
 """
@@ -25,11 +25,11 @@ from whale.runtime.input.local_batches import ELEMENT_TIMEOUT_S, describe_brough
 
 @dataclass(frozen=True)
 class Source:
-    """Represents an iterator of which a step reads a batch.
+    """Represents an iterator from which a step reads a batch.
 
     Attributes:
-      number: index of the argument that is the iterator; negative: it is no argument.
-      iterator: the iterator, if the step knows it otherwise, such as from a closure.
+      number: index among the flat arguments of the one that is the iterator; negative: the iterator is no argument.
+      iterator: the iterator, if it is no argument, such as one from a closure.
     """
 
     number: int = -1
@@ -66,7 +66,9 @@ def reads_itself(captured: Traced, drawing: IteratorReads, arguments: Arguments)
 
 
 def batches_key(batches: Sequence[Any]) -> Hashable:
-    """Returns a key that is equal for drawn batches for which one trace serves: equal structure, types and shapes."""
+    """Returns a key for batches that a step has read from iterators: batches with equal keys have equal structure,
+    types and shapes, so that the step needs only one trace for them.
+    """
     leaves = tf.nest.flatten(batches, expand_composites=True)
     structure = tf.nest.map_structure(lambda _: 0, batches)
     shapes = [(type(t), t.dtype, t._shape_tuple()) for t in leaves]

@@ -201,8 +201,8 @@ def _strip_folder(value: tf.Tensor) -> tf.Tensor:
 
 
 def is_seen(dataset: Any) -> bool:
-    """Returns True if a dataset's elements follow from what ``describe_build`` covers, from whatever position the ranks
-    read it.
+    """Returns True if ``describe_build`` covers all that decides a dataset's elements, wherever in it the ranks begin
+    to read; its batches then need not be compared.
     """
     for node in _nodes(dataset):
         kind = type(node).__name__
@@ -295,12 +295,12 @@ def _find_drawn_results(function: Any, before: list[bool], parallel: bool) -> li
 
 
 def summary_of(samples: Sequence[Any], every: int) -> Summary | None:
-    """Returns a Summary of batches of these samples; None if their elements follow from how the dataset is built, or if
-    ranks may differ in all tensors.
+    """Returns a Summary that records batches of these samples. None if that is not needed, because the elements follow
+    from how the dataset is built, or not possible, because ranks may differ in all tensors.
 
     Args:
       samples: the datasets whose tensors follow each other in a sample.
-      every: every so many batches one is recorded; 0: none.
+      every: every how many batches one is recorded; 0: none.
     """
     if not every or all(map(is_seen, samples)):
         return None
@@ -314,7 +314,7 @@ class Summary:
 
     Args:
       leaves: indices of the tensors of a sample that are recorded.
-      every: the first batches are recorded, and after them one of so many.
+      every: the first batches are recorded, and after them every n-th one, n being ``every``.
     """
 
     def __init__(self, leaves: Sequence[int], every: int) -> None:
@@ -338,8 +338,8 @@ class Summary:
         self._reads = False
 
     def note_after(self, number: tf.Tensor, samples: tf.data.Dataset) -> tf.Tensor:
-        """Returns a zero that depends on the recording of batch number ``number``, if it is to be recorded, so that
-        this happens before the result is used.
+        """Returns an int64 zero that depends, in the dataset's graph, on the recording of batch number ``number``, if
+        this batch is to be recorded. The caller adds it to a value that it uses, so that the recording happens before.
         """
         specs = tf.nest.flatten(samples.element_spec)
         one_shape = all(isinstance(s, tf.TensorSpec) and s.shape.is_fully_defined() for s in specs)

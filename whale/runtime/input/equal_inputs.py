@@ -35,16 +35,16 @@ _MIX = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))  # of Spli
 
 
 def with_whole(rows: tf.Tensor, batch: tf.Tensor) -> tf.Tensor:
-    """Returns ``rows`` with the whole batch attached, of which all ranks have read the same; it is compared where the
-    rows are used.
+    """Returns ``rows`` (this rank's part) with the whole batch attached, from which each rank has cut its rows. The
+    step that takes the rows can then compare the whole batch between ranks.
     """
     setattr(rows, _WHOLE, batch)
     return rows
 
 
 def as_rows_of(rows: Any, other: Any) -> Any:
-    """Returns ``rows`` with the whole batch attached that is attached to ``other``, if any; both are of the
-    same batch.
+    """Returns ``rows``, computed from ``other``, with the whole batch attached that ``with_whole`` has attached to
+    ``other``; unchanged if none is.
     """
     return rows if (batch := getattr(other, _WHOLE, None)) is None else with_whole(rows, batch)
 
@@ -179,7 +179,7 @@ class Difference:
 
 
 class _Detail(msgspec.Struct):
-    """Represents a rank's message about a value that differs.
+    """Represents a rank's message about a value whose checksums differ, from which every rank finds out how it differs.
 
     Attributes:
       sums: weighted sums of blocks of its elements.

@@ -89,14 +89,17 @@ def exchange(mine: Brought, context: Context) -> list[Brought]:
 def rows_of_values(
     everyone: Sequence[Brought], names: Sequence[str], marked: Collection[str] = ()
 ) -> list[tuple[int, ...] | None]:
-    """Returns, for each value, the number of rows on every rank; None for a value that is no part of a batch but equal
-    on all ranks.
+    """Finds out which values are parts of the batch, and how many rows each rank brings.
 
     Args:
       everyone: what each rank brings; ranks that have ended bring no rows.
       names: names of the values, for messages and for ``marked``.
       marked: names of the values that are parts of the batch; empty: those that on every rank have as many rows as the
         first value that has rows.
+
+    Returns:
+      for each value, the number of rows on every rank; None for a value that is no part of the batch, but equal on all
+      ranks.
 
     Raises:
       ProgramError: the ranks' values do not fit together; names the ranks.

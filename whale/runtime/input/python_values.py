@@ -38,10 +38,10 @@ _GRAPHS_OF_KERAS = frozenset("KerasTensor Node SymbolicArguments Tracker KerasHi
 @dataclass(slots=True)
 class _Names:
     """Holds a snapshot of the simple values in a dictionary: an object's attributes, a module's globals, or a dict of
-    numbers.
+    numbers. Its ``write`` and those of its sister classes restore the snapshot, and return a function that undoes this.
 
     Attributes:
-      held: returns the live dictionary; None once its object is gone.
+      held: returns the dictionary as it is now; None once its object is gone.
       known: name -> value at the time of the snapshot.
       complete: all names at that time, so that names added later are removed again; None: they stay.
     """
@@ -72,7 +72,7 @@ class _Elements:
     """Holds a snapshot of a list of simple values.
 
     Attributes:
-      held: the live list.
+      held: the list itself, which the script may change.
       known: its elements at the time of the snapshot.
     """
 
@@ -92,7 +92,7 @@ class _Cell:
     """Holds a snapshot of a closure variable.
 
     Attributes:
-      held: the live cell.
+      held: the closure's cell, which the script may change.
       known: its value at the time of the snapshot.
     """
 
@@ -130,7 +130,8 @@ class _OfClass:
 
 
 class PythonValues:
-    """Holds a snapshot of the simple Python values that a function can reach, taken when it is created.
+    """Holds a snapshot of the simple Python values (numbers, strings, flags) that a function can reach, taken when the
+    object is created; ``SharedTrace`` restores it for later traces of the function.
 
     Args:
       function: a step's Python function, a method, a partial of one, or a tf.function.

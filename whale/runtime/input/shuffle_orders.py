@@ -74,10 +74,11 @@ def keeps_orders(dataset: Any) -> list[Any]:
 
 
 def restarts(dataset: Any) -> bool:
-    """Returns True if a shuffle begins its next order during an iteration, at a batch that the script can determine.
+    """Returns True if a shuffle begins its next order during an iteration (behind repeat or concatenate), exactly at a
+    batch that follows from what the script reads.
 
-    If something behind the repetition reads ahead, it cannot be determined. TensorFlow reads ahead behind each
-    stateless map.
+    Returns False if something behind the repetition reads ahead, since the batch is then uncertain. TensorFlow reads
+    ahead behind each stateless map.
     """
     kind = type(dataset).__name__
     if kind in _AHEAD or (kind == "_MapDataset" and not _has_state(dataset)):
@@ -142,7 +143,9 @@ def shuffle_as(
 
 
 class Orders:
-    """Reads and sets how many seeds the shuffles of a dataset have drawn, which decides their next orders."""
+    """Reads and sets how many seeds the reshuffling shuffles of a dataset have drawn, which decides their next orders;
+    for checkpoints of a position in the dataset, and for processes that join.
+    """
 
     def __init__(self, dataset: tf.data.Dataset) -> None:
         self._shuffles = _list_reshuffled(dataset)
@@ -156,8 +159,8 @@ class Orders:
         return None if any(one is None for one in found) else found
 
     def now(self) -> tuple[int, ...] | None:
-        """Returns how many seeds each shuffle has drawn; None if that is unknown, because a generator cannot
-        be found.
+        """Returns how many seeds each reshuffling shuffle has drawn so far, from which its next order follows; None if
+        that is unknown, because a generator cannot be found.
         """
         if self._generators is None:
             return None
@@ -175,9 +178,9 @@ class Orders:
         later keep the orders that they would have had.
 
         Args:
-          drawn: number of seeds of each shuffle when the iteration first began.
-          later: number of seeds that were drawn in another process, which this one replaces; None: this process itself
-            goes back.
+          drawn: for each shuffle, how many seeds it had drawn when the iteration first began.
+          later: for each shuffle, how many seeds it had drawn when a position was saved in another process, which this
+            one continues; None: this process itself goes back.
           begin: begins the iteration.
 
         Raises:
@@ -226,13 +229,17 @@ class Orders:
         self.go_to(drawn)
 
     def _is_refilled(self, cache: Any, drawn: Sequence[int], behind: Sequence[int], before: Sequence[int]) -> bool:
-        """Returns True if a cache was already full when an iteration began, which then drew no seeds; fills it here in
-        the same order.
+        """Checks whether a cache was already full when an iteration began, so that this iteration drew no seeds; if so,
+        fills the cache of this process in the same order.
 
         Args:
-          drawn: seeds that had been drawn when the iteration began.
-          behind: seeds that had been drawn when the iteration was at its saved position.
-          before: seeds that have been drawn in this process.
+          cache: the cache dataset.
+          drawn: for each shuffle, how many seeds it had drawn when the iteration began.
+          behind: the same when the iteration was at its saved position.
+          before: the same in this process, now.
+
+        Returns:
+          True if the cache was full.
 
         Raises:
           ProgramError: the cache is already full here, in another order.
@@ -257,14 +264,17 @@ class Orders:
         return True
 
     def _places(self, cache: Any) -> list[int]:
-        """Returns the indices of the shuffles whose order this cache holds, and no cache in front of it."""
+        """Returns the indices of those shuffles whose order this cache, and no cache in front of it, holds."""
         inner = {id(one) for other in keeps_orders(cache) if other is not cache for one in _list_reshuffled(other)}
         below = {id(one) for one in _list_reshuffled(cache)} - inner
         return [i for i, one in enumerate(self._shuffles) if id(one) in below]
 
     def _count_seeds_behind(self, cache: Any, behind: Sequence[int]) -> list[int]:
-        """Returns how many seeds had been drawn when the iteration began that filled a cache, which is the last one
-        that drew any.
+        """Returns, for each shuffle whose order a cache holds, how many seeds it had drawn when the iteration began
+        that filled the cache; that is the last iteration that drew any.
+
+        Args:
+          behind: for each shuffle, how many seeds it has drawn since.
         """
         own = self._places(cache)
         if not repeats(cache):

@@ -58,7 +58,7 @@ class Relaxed:
     nothing.
 
     Attributes:
-      without_sizes: traces that do not know all sizes of their arguments.
+      without_sizes: keys, as ``trace`` returns them, of the traces that do not know all sizes of their arguments.
     """
 
     def __init__(self) -> None:
@@ -97,12 +97,12 @@ def _write_python_states(states: tuple[Any, ...]) -> None:
 
 
 class SharedTrace:
-    """Holds what the programs share that Whale traces separately but for which one process has one trace: random
-    streams, and Python values.
+    """Holds the state that several of Whale's traces of a step share where plain TensorFlow would have a single trace:
+    random streams, and Python values.
 
     Args:
-      step: what is traced.
-      has_sizes: whether the one process's trace knows its sizes.
+      step: the function that is traced.
+      has_sizes: whether TensorFlow's trace would know all sizes of its arguments.
 
     Attributes:
       streams: prefix of the names of the random streams.
@@ -166,7 +166,9 @@ class SharedTrace:
 
 @functools.cache
 def _keep_nested_apart() -> None:
-    """Makes TensorFlow look up functions that are called in a step without sizes among this step's own traces only."""
+    """Makes a tf.function that is called inside a step without sizes have traces for this step alone, so that
+    TensorFlow does not reuse a trace that was made for known sizes. Wraps TensorFlow's ``make_function_context`` once.
+    """
     original = function_context.make_function_context
 
     @functools.wraps(original)
@@ -179,8 +181,8 @@ def _keep_nested_apart() -> None:
 
 
 def once_in_a_trace(draw: Callable[[], Any]) -> Any:
-    """Returns ``draw()``; when a program is traced again for other sizes, returns the values that the first trace got
-    instead.
+    """Returns ``draw()``, a random value that a step draws while it is traced. When Whale traces the step again for
+    other sizes, returns the value of the first trace instead, since TensorFlow would trace and draw only once.
 
     What is drawn in a graph that only finds shapes belongs to no program: Keras makes such graphs again when a batch of
     another size comes, and one process, whose trace serves all sizes, does not.
@@ -282,10 +284,10 @@ def _is_tensor(entry: Any) -> bool:
 
 
 def may_share_sizes(context: Context) -> bool:
-    """Returns True if steps of this run may be computed whole by every rank, for sizes that have no plan of their own.
+    """Returns True if this run may use steps that every rank computes whole, for sizes that have no plan of their own.
 
-    False where a rank has rows of its own, where a plan is given or searched, and where fewer ranks may have to repeat
-    a step.
+    That is not possible if each rank passes its own rows or runs by itself, if steps have pipeline stages or
+    micro-batches, if a plan is given or searched, and in elastic and dry runs.
     """
     planning = context.planning
     others = (planning.dry, planning.saved, planning.described, planning.own_programs, context.elastic)

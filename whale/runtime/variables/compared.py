@@ -71,8 +71,9 @@ def describe_variables(variables: Iterable[tuple[str, tf.Tensor | None, bool]], 
     unknown which correspond.
 
     Args:
-      variables: (name, value here or None if other ranks hold it, whether ranks must be equal).
-      rounds: whether ranks may round differently, so that sketches are needed.
+      variables: for each variable, its name, its value (None if only other ranks hold it), and whether its copies must
+        be equal on all ranks.
+      rounds: whether ranks may round differently, so that sketches (sums of blocks) are compared instead of bits.
     """
     variables = list(variables)
     count, seen = Counter(name for name, _, _ in variables), Counter[str]()

@@ -93,7 +93,7 @@ def make_trace_creator(wanted: Callable[[int | None], bool]) -> Callable[..., An
     values are left to TensorFlow, so that the numbers are those of plain TensorFlow.
 
     Args:
-      wanted: as of ``install``.
+      wanted: as in ``install``.
     """
 
     def create(next_creator: Any, **kwargs: Any) -> Any:
@@ -180,7 +180,9 @@ def defer(variable: Any, initial: DeferredInitial) -> None:
 
 
 def forget(variable: Any) -> None:
-    """Makes a deferred variable an ordinary one without a value; the caller assigns one now."""
+    """Makes a deferred variable an ordinary one without a value and without its recorded initial value; the caller
+    assigns a value next.
+    """
     if find_deferred(variable) is not None:
         variable.__class__ = resource_variable_ops.ResourceVariable
         del variable._whale_initial

@@ -32,13 +32,14 @@ _TRAINS = ("ResourceApply", "ResourceSparseApply", "Apply", "SparseApply")
 
 @dataclass
 class TrackedVariable:
-    """Represents a trainable floating-point variable that was created, or written to, since the run began.
+    """Represents a trainable floating-point variable that was created, or written to, since the run began; recorded by
+    ``ExternalUpdates``.
 
     Attributes:
       variable: weak reference to it.
       name: its name.
       trained: whether it was trained outside of the run's programs.
-      given: number of assignments to it.
+      given: how many times the script has assigned a value to it.
     """
 
     variable: weakref.ref[tf.Variable]
@@ -49,10 +50,12 @@ class TrackedVariable:
 
 class ExternalUpdates:
     """Tracks changes of variables outside of the run's programs, from its creation to ``take_back``, by wrapping
-    methods of TensorFlow.
+    methods of TensorFlow. The comparisons of replicas, and the report of training that Whale did not distribute, use
+    it.
 
     Attributes:
-      written: ``id`` of each handle that was written to eagerly since ``forget_written`` (an ordered set).
+      written: Python's ``id`` of the handle of each variable that was written to eagerly since ``forget_written`` (a
+        dict used as an ordered set).
       trained: what has trained, in words -> names of the variables, if known (an ordered set).
     """
 
@@ -88,8 +91,8 @@ class ExternalUpdates:
         their creation.
 
         Args:
-          other_than: ``id`` of each handle to leave out.
-          only: ``id`` of each handle to consider; None: all.
+          other_than: Python's ``id`` of the handle of each variable to leave out.
+          only: Python's ``id`` of the handle of each variable to consider; None: all.
         """
         for key, made in list(self._made.items()):
             variable = made.variable()
@@ -104,7 +107,8 @@ class ExternalUpdates:
         """Forgets the writes so far.
 
         Args:
-          handles: ``id`` of each handle whose writes are forgotten, because it has got another value since; None: all.
+          handles: Python's ``id`` of the handle of each variable whose writes are forgotten, because it has got another
+            value since; None: all.
         """
         for key in list(self.written if handles is None else handles):
             self.written.pop(key, None)
@@ -221,11 +225,11 @@ class ExternalUpdates:
 
 
 class _OpListener:
-    """Stands for a module of generated ops in order to observe calls of one of its functions.
+    """Stands in for a module that TensorFlow's generated op functions call, in order to observe one of its functions.
 
     Args:
-      module: the module.
-      call: name of the function.
+      module: the module; all other names are passed on to it.
+      call: name of the function that is observed.
       hear: called with the op's name and the variable's handle, for ops of optimizers.
     """
 

@@ -50,7 +50,7 @@ def make_mapped_variable(folder: str, shape: Sequence[int], dtype: str, name: st
             op=name,
             given=(error.message or str(error)).partition(" [Op:")[0],
             expected="a folder of a local disk with room for the table and its optimizer's state",
-            action="name another folder, or make room",
+            action="give the embedding layer another folder, or make room in this one",
         ) from error
     return resource_variable_ops.ResourceVariable(value, trainable=False, name=name)
 

@@ -76,8 +76,8 @@ class _Stream:
 
     Attributes:
       op: name of the op.
-      key: number of the value that is the generator's key.
-      counter: number of the value that is its counter.
+      key: index, among the recorded values, of the generator's key.
+      counter: index, among the recorded values, of the generator's counter.
       seeds: the op's two seeds; (0, 0): none.
       steps: by how much a run advances the counter.
     """

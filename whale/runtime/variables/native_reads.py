@@ -25,9 +25,10 @@ _PARTS = "_whale_parts_behind"  # attribute of a handle: weak reference to the o
 
 
 def note_parts(handle: Any, parts: Any) -> None:
-    """Marks a handle as that of a sharded variable.
+    """Marks a handle as that of a sharded variable, so that reads by TensorFlow's C++ code first get the whole value.
 
     Args:
+      handle: the variable's resource handle.
       parts: has ``bring_home``, which puts the whole value behind the handle, and ``name``.
     """
     setattr(handle, _PARTS, weakref.ref(parts))

@@ -1,7 +1,8 @@
-"""Tracks which rank holds which piece of the variables that programs use, and makes variables whole again.
+"""Tracks which rank holds which piece of the variables that programs use, and makes variables whole again; for elastic
+runs, which recover the pieces of lost ranks.
 
-A piece is what one rank computes with: a tile of a sharded variable, or the whole of another one. The pieces of all
-ranks follow from the plans, so every rank knows them.
+A piece is what one rank computes with: a shard of a sharded variable, or the whole value of another one. The pieces of
+all ranks follow from the plans, so every rank knows them without communication.
 """
 
 from __future__ import annotations
@@ -24,14 +25,14 @@ class Holding:
 
     Args:
       variable: the tf.Variable.
-      handle: its handle.
-      parts: its parts, if it is sharded; else None.
-      home: its home, if it belongs to a stage; else None.
+      handle: its resource handle.
+      parts: its shards, if it is sharded; else None.
+      home: tells which ranks have its present value, if it belongs to a pipeline stage; else None.
       size: number of ranks.
 
     Attributes:
       variable: the tf.Variable.
-      key: ``id`` of its handle.
+      key: Python's ``id`` of its handle.
       holders: for each piece, the ranks that have it.
       is_everywhere: whether every rank has the whole value.
     """
@@ -57,19 +58,21 @@ class Holding:
         return self.variable.dtype
 
     def find_piece(self, rank: int) -> int | None:
-        """Returns the number of the piece that a rank has; None: it has none."""
+        """Returns the index in ``holders`` of the piece that a rank has; None: it has none."""
         return next((piece for piece, ranks in enumerate(self.holders) if rank in ranks), None)
 
     def find_lone_piece(self, rank: int) -> int | None:
-        """Returns the number of the piece that this rank has and no other; None: there is none."""
+        """Returns the index in ``holders`` of the piece that this rank alone has, and that would be lost with it; None:
+        there is none.
+        """
         return next((piece for piece, ranks in enumerate(self.holders) if ranks == (rank,)), None)
 
     def handle(self, rank: int) -> Any:
-        """Returns the handle of the memory with the piece of ``rank``, which is a rank of this process."""
+        """Returns the resource handle by which the piece of ``rank``, a rank of this process, is read."""
         return self._handle if self._parts is None else self._parts.find_rank_part(rank).handle
 
     def shape(self, piece: int) -> tuple[int, ...]:
-        """Returns the shape of a piece."""
+        """Returns the shape of the piece with this index in ``holders``."""
         whole = tuple(self.variable.shape)
         return whole if self._parts is None else tuple(self._parts.tiles.find_local_shape(whole, piece))
 
@@ -99,7 +102,9 @@ class Holding:
         gen_resource_variable_ops.assign_variable_op(self._handle, value)
 
     def make_new(self) -> None:
-        """Restores the variable to its state before any program used it; for variables that no step has changed."""
+        """Restores the variable to its state before any program used it, deferred or with its initial value; for
+        variables that no step has changed.
+        """
         first = self._first
         self._leave()
         if isinstance(first, DeferredInitial):
@@ -113,7 +118,7 @@ class Holding:
         return None if owner is None else owner.first
 
     def forget_first(self) -> None:
-        """Drops the initial value, because a step has changed the variable."""
+        """Drops the initial value that ``make_new`` would restore, because a step has changed the variable."""
         for owner in (self._parts, self._home):
             if owner is not None:
                 owner.first = None
@@ -125,7 +130,9 @@ class Holding:
 
 
 class HoldingsCache:
-    """Caches the holdings of all known variables, which every step of an elastic run needs, while no layout changes."""
+    """Caches which rank holds which piece of the known variables, because every step of an elastic run needs it and it
+    rarely changes.
+    """
 
     def __init__(self) -> None:
         self._lie: list[Any] = []
@@ -135,8 +142,8 @@ class HoldingsCache:
         """Returns the holdings of all variables; the same list object as before if no layout has changed.
 
         Args:
-          entries: ``id`` of a handle -> the variable, as ``VariableStore`` holds it.
-          homes: ``id`` of a handle -> home of a stage's variable.
+          entries: Python's ``id`` of a variable's handle -> the variable, as ``VariableStore`` holds it.
+          homes: Python's ``id`` of a variable's handle -> home of a stage's variable.
           size: number of ranks.
         """
         known = [(entry, homes.get(key)) for key, entry in entries.items()]

@@ -46,13 +46,14 @@ Reader = Callable[[tuple[int, ...], tuple[int, ...]], Any]
 
 @dataclass(frozen=True)
 class RecordedOp:
-    """Represents one recorded op; its operands and results are numbers of values.
+    """Represents one recorded op. All values of the recorded computation are numbered; operands and results are given
+    by these numbers.
 
     Attributes:
       kind: type of the op.
       attrs: names and values of its attributes in turn, as ``execute.execute`` takes them.
       operands: numbers of the values that it takes.
-      first: number of its first result; the others follow.
+      first: number of its first result; further results have the numbers after it.
       shapes: of its results.
       dtypes: of its results.
     """
@@ -67,12 +68,12 @@ class RecordedOp:
 
 @dataclass(frozen=True)
 class DeferredInitial:
-    """Represents an initial value that has not been computed.
+    """Represents an initial value that has not been computed, as a recorded computation or a place to read it from.
 
     Attributes:
       shape: of the whole value.
       dtype: its name.
-      little: number of a value -> the small value, computed when the variable was created.
+      little: number of a value -> the value itself, for small ones that were computed when the variable was created.
       ops: the ops that are left to run, in order.
       result: number of the value that is the initial value.
       reader: returns a region of the value, if that comes from elsewhere (a checkpoint); None: ``ops`` compute it.
@@ -102,13 +103,15 @@ class DeferredInitial:
         return _Region(self, (0,) * len(self.shape), self.shape).value()
 
     def make_part(self, tiles: Tiles, place: int, name: str = "part", folder: str = "") -> tf.Variable:
-        """Creates a variable with part number ``place``; needs about one or two megabytes of memory beside the part.
+        """Creates a variable with one shard of the value; needs about one or two megabytes of memory beside the shard.
 
         A value that is not divisible is computed whole first.
 
         Args:
-          tiles: how the value is cut.
-          folder: the part is stored in a file there; "": in memory.
+          tiles: how the value is cut into shards.
+          place: number of the shard in ``tiles``.
+          name: of the new variable.
+          folder: the shard is stored in a file there; "": in memory.
 
         Raises:
           PlanError: there is no room in the folder.
@@ -134,8 +137,15 @@ class DeferredInitial:
         return fills and not self.little[self.ops[0].operands[1]].any()
 
     def _cut_blocks(self, tiles: Tiles, place: int) -> list[_Block]:
-        """Returns the blocks of rows in which a part is computed: (where it begins in the part, where in the whole
-        value, size).
+        """Cuts a shard into blocks of rows of about a megabyte, which are computed one after the other.
+
+        Args:
+          tiles: how the value is cut into shards.
+          place: number of the shard in ``tiles``.
+
+        Returns:
+          for each block, where it begins in the shard, where it begins in the whole value, and its size, over all
+          dimensions.
         """
         found: list[_Block] = []
         for region in tiles.iterate_regions(self.shape, place):
@@ -259,8 +269,12 @@ class _Region:
 
 
 def _draw(op: RecordedOp, little: dict[int, np.ndarray], begin: int, count: int, shape: tuple[int, ...]) -> tf.Tensor:
-    """Returns elements ``begin`` to ``begin + count`` of the random stream from which the whole tensor is drawn, in
-    ``shape``.
+    """Returns ``count`` elements of the random stream from which the whole tensor is drawn, from element ``begin`` on.
+
+    Args:
+      op: the recorded stateless random op.
+      little: number of a value -> small value; it has the op's key, counter and algorithm.
+      shape: of the result.
     """
     _, key, counter, algorithm = (little[n] for n in op.operands)
     assert int(algorithm) in (PHILOX, _ANY_ALGORITHM), algorithm
@@ -284,8 +298,8 @@ def _replace_attr(attrs: tuple[Any, ...], name: str, value: Any) -> tuple[Any, .
 
 
 def copy_to_own_memory(value: tf.Tensor) -> tf.Tensor:
-    """Returns a copy of a tensor; a slice of rows would refer to the whole tensor's memory, and a variable of the slice
-    keep that alive.
+    """Returns a copy of a tensor that shares no memory with it. A slice of rows shares the whole tensor's memory, so
+    that a variable with this slice would keep all of it alive.
     """
     return tf.raw_ops.DeepCopy(x=value)
 

@@ -142,8 +142,8 @@ class VariableParts:
         )
 
     def settle(self) -> tf.Tensor | None:
-        """Cuts a whole value that was assigned to the variable into parts, and returns it; None if none was
-        assigned.
+        """Cuts a whole value that the script has assigned to the variable into parts, and returns the whole value; None
+        if the script has assigned none since the last step.
         """
         whole = self._read_held()
         if whole is None:
@@ -214,7 +214,7 @@ class VariableParts:
         self.hold(self.gather_whole())
 
     def hold(self, whole: tf.Tensor) -> None:
-        """Assigns a whole value to the variable's own memory, where it stays until the next step."""
+        """Assigns a whole value to the variable's own memory, where it stays until the next step cuts it into parts."""
         gen_resource_variable_ops.assign_variable_op(self._handle, whole)
 
     def make_room(self) -> None:
@@ -253,7 +253,11 @@ def hold_nothing(handle: Any, dtype: tf.DType | str) -> None:
 
 
 def cut_part(whole: tf.Tensor, tiles: Tiles, place: int) -> tf.Tensor:
-    """Returns part number ``place`` of a whole value, in memory of its own."""
+    """Returns one shard of a whole value, in memory of its own.
+
+    Args:
+      place: number of the shard in ``tiles``.
+    """
     regions = list(tiles.iterate_regions(tuple(whole.shape.as_list()), place))
     if len(regions) == 1:
         # tf.slice is not used: if the handle has no shape, TensorFlow's optimizer replaces a slice of the first rows by
@@ -289,7 +293,7 @@ def gather_on_rank(
       order: ranks in order of their parts; those of a group are consecutive.
       rank: this rank.
       comm: the communicator's resource.
-      key: prefix of the messages' keys.
+      key: prefix of the keys by which ranks match these messages.
     """
     position = order.index(rank)
     at = position % tiles.count

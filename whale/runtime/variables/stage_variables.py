@@ -1,10 +1,10 @@
 """Keeps variables of pipeline stages up to date on the ranks of their stage only, and sends their values to other
 readers.
 
-Every rank knows which ranks have the present value of every variable, since that follows from the plans of the steps
-that ran. A program that reads the variable on other ranks, and a script that reads it, first get the value; so reading
-is collective, as for sharded variables. Other ranks hold no value after a step. If the ranks are in one process, the
-first one always holds the value, because its variable is the script's.
+The home of a variable is the set of ranks that have its present value. Every rank knows the home of every variable,
+since it follows from the plans of the steps that ran. A program that reads the variable on other ranks, and a script
+that reads it, first get the value; so reading is collective, as for sharded variables. Other ranks hold no value after
+a step. If the ranks are in one process, the first one always holds the value, because its variable is the script's.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from whale.runtime.variables.split_variable import NEED_WHOLE, hold_nothing
 
 
 class VariableHome:
-    """Tracks which ranks have a variable's present value (its home).
+    """Tracks which ranks have a stage variable's present value (its home); the store of variables has one for each such
+    variable.
 
     Args:
       name: of the variable.
@@ -36,9 +37,9 @@ class VariableHome:
       context: of the run.
 
     Attributes:
-      ranks: those ranks; None: all.
+      ranks: the ranks that have the present value; None: all.
       held: whether the variable itself holds a value on this rank, present or stale.
-      first: the initial value, as long as it may be needed again.
+      first: the initial value, as long as an elastic run may have to restore it.
     """
 
     def __init__(
@@ -66,12 +67,16 @@ class VariableHome:
         del self.variable._whale_home
 
     def find_copy(self, position: int) -> Any:
-        """Returns the variable of this process's rank number ``position``."""
+        """Returns the variable of one of this process's ranks.
+
+        Args:
+          position: index of the rank among those of this process; 0 is the script's own variable.
+        """
         return self.variable if position == 0 else self.copies[position - 1]
 
     def note_use(self, use: VariableUse) -> None:
-        """Updates the home after a step that used the variable; if the ranks are in one process, copies a new value to
-        the first rank's variable.
+        """Records, after a step that used the variable, which ranks have its present value now. If the ranks are in one
+        process, copies a new value to the first rank's variable.
         """
         if not use.writes:
             return
@@ -185,7 +190,7 @@ def refresh_for(homes: Mapping[int, VariableHome], uses: Sequence[tuple[int, Var
     """Broadcasts, before a step, the present values of those variables that the step reads on ranks without them.
 
     Args:
-      homes: ``id`` of a handle -> home.
+      homes: Python's ``id`` of a variable's handle -> home.
       uses: (``id`` of a handle, how the step uses the variable).
     """
     stale = []

@@ -41,7 +41,7 @@ class _Entry:
     Attributes:
       name, handle, variable: of the first rank in this process.
       copies: the variables of this process's other ranks.
-      parts: the shards of a sharded variable, which hold its value; None: the variable holds it itself.
+      parts: the shards of a sharded variable, which hold its value; None: the variable holds its value itself.
       left: the first rank's value after the last step; if the value differs now, the script has assigned another. None:
         there are no copies.
       kind: "parameters", optimizer state or buffers; "": unknown.
@@ -131,7 +131,9 @@ class VariableStore:
         return [entry.variable for entry in self._entries.values()]
 
     def list_tiles(self, captured: Sequence[CapturedVariable]) -> dict[str, Tiles]:
-        """Returns handle node -> tiles, for those variables whose layout an earlier program or the script has fixed."""
+        """Returns the name of a variable's handle node -> its tiles, for those variables whose layout an earlier
+        program or the script has fixed.
+        """
         given = {c.node: find_given_tiles(c) for c in captured}
         known = ((c.node, self._entries.get(id(c.handle))) for c in captured)
         fixed = {node: entry.tiles for node, entry in known if entry is not None}
@@ -150,8 +152,9 @@ class VariableStore:
 
         Args:
           captured: the program's variables.
-          uses: handle node -> the ranks that use the variable, if not all do, and its tiles if it is sharded.
-          on_host: handle nodes of variables in the host's memory, beside an accelerator.
+          uses: name of a variable's handle node -> the ranks that use the variable, if not all do, and its tiles if it
+            is sharded.
+          on_host: names of the handle nodes of variables in the host's memory, beside an accelerator.
 
         Raises:
           CommError: the ranks cannot exchange the values.
@@ -262,8 +265,15 @@ class VariableStore:
         use: VariableUse | None,
         on_host: bool,
     ) -> None:
-        """Creates the variable's parts on the ranks of this process, unless they exist; collective if its initial value
-        can only be computed whole.
+        """Makes a variable a sharded one: creates the shards of this process's ranks, unless they exist. Collective if
+        its initial value can only be computed whole.
+
+        Args:
+          c: the variable, as captured.
+          tiles: how it is cut into shards.
+          initial: the initial value of a deferred variable; None: the variable has a value.
+          use: how the program uses the variable; None: all ranks use it alike.
+          on_host: whether the shards are in the host's memory, beside an accelerator.
         """
         if id(c.handle) in self._entries:
             return
@@ -286,7 +296,7 @@ class VariableStore:
         """Records the kinds of a program's variables; a variable that is a parameter in one program stays a parameter.
 
         Args:
-          kinds: handle node -> "parameters", optimizer state or buffers.
+          kinds: name of a variable's handle node -> "parameters", optimizer state or buffers.
         """
         for c in captured:
             entry = self._entries[id(c.handle)]
@@ -313,7 +323,7 @@ class VariableStore:
         that only some ranks write.
 
         Args:
-          uses: handle node -> use, where not all ranks use the variable alike.
+          uses: name of a variable's handle node -> use, where not all ranks use the variable alike.
 
         Returns:
           (``id`` of the handle, use) of each variable.
@@ -328,8 +338,11 @@ class VariableStore:
         return found
 
     def prepare_step(self, uses: Sequence[tuple[int, VariableUse]], context: Ranks) -> None:
-        """Sends present values to the ranks on which a step reads them. Collective if a stage reads another stage's
-        variable.
+        """Sends present values to those ranks on which a step reads variables of other ranks' stages. Collective if
+        there are any.
+
+        Args:
+          uses: as ``prepare_uses`` has returned them for the step's program.
         """
         if self._homes:
             refresh_for(self._homes, uses, context)
@@ -342,8 +355,11 @@ class VariableStore:
                     self._homes[key].note_use(use)
 
     def settle(self) -> dict[int, tf.Tensor]:
-        """Cuts whole values that were assigned to sharded variables since the last step; returns ``id`` of the handle
-        -> that value.
+        """Cuts whole values that the script has assigned to sharded variables since the last step into shards; called
+        before a step.
+
+        Returns:
+          Python's ``id`` of a variable's handle -> the whole value.
         """
         return {parts.key: whole for parts in self._split if (whole := parts.settle()) is not None}
 
@@ -369,8 +385,8 @@ class VariableStore:
         refresh([home for home in homes if home is not None], context)
 
     def follow(self) -> None:
-        """Copies values that the script has assigned since the last step from the first rank's variables to the copies
-        of other in-process ranks.
+        """Copies values that the script has assigned since the last step from its variables, which are the first
+        rank's, to the variables of other ranks in the same process.
 
         With several processes there are no copies, because every rank runs the script.
         """
@@ -384,7 +400,9 @@ class VariableStore:
                 entry.left = now
 
     def leave(self) -> None:
-        """Records the values that a step has left in the first rank's variables, for ``follow``."""
+        """Records the values that a step has left in the first rank's variables, so that ``follow`` sees which of them
+        the script assigns later.
+        """
         for entry in self._entries.values():
             if entry.copies:
                 entry.left = entry.read()
@@ -445,7 +463,7 @@ class VariableStore:
 
         Args:
           outside: tracks the variables that no program uses; None: these are left out.
-          only: ``id`` of each handle to describe; None: all.
+          only: Python's ``id`` of the handle of each variable to describe; None: all.
           trainable: whether to describe trainable variables only; a rank may reset a metric that it alone shows.
         """
         found: list[tuple[str, tf.Tensor | None, bool]] = []
@@ -458,7 +476,9 @@ class VariableStore:
         )
 
     def list_written(self, outside: ExternalUpdates) -> dict[int, str]:
-        """Returns ``id`` of the handle -> name, for replicated variables that were written to since the last step."""
+        """Returns Python's ``id`` of a variable's handle -> name, for replicated variables that were written to since
+        the last step.
+        """
         known = {key: self._entries[key] for key in outside.written if key in self._entries and key not in self._homes}
         return {key: entry.name for key, entry in known.items() if entry.parts is None}
 
@@ -477,7 +497,7 @@ def _refuse_other_layout(entry: _Entry | None, c: CapturedVariable, use: Variabl
                 op=c.name,
                 given="memory.zero, which shards it over its stage, and a program that uses it on other ranks",
                 expected="steps with the same stages, or programs that do not use the variable",
-                action="leave memory.zero out, or use the variable under the same wh.stage",
+                action="set memory.zero=0, or use the variable under the same wh.stage in every step",
             )
 
 
@@ -508,9 +528,9 @@ def _compare(name: str, rank: int, first: np.ndarray, other: np.ndarray) -> None
     raise CommError(
         "a variable differs between ranks",
         variable=name,
-        given=f"rank {rank} is {gap:.3g} away from rank 0",
-        expected="equal copies",
-        action="report the program; its plan is wrong",
+        given=f"an element on rank {rank} differs by {gap:.3g} from rank 0's",
+        expected="equal copies on all ranks of this process",
+        action="this is a fault of Whale: please report it with the program (WHALE_DEBUG_DUMP=FOLDER writes it)",
     )
 
 
@@ -600,9 +620,9 @@ def refuse_other_tiles(
     """Raises an error if the plan gives a variable another layout than the script sets.
 
     Args:
-      known: handle node -> layout that planning started from. A variable that a program used before the script set its
-        layout has an earlier one here, and keeps it.
-      planned: handle node -> layout in the plan, of sharded variables.
+      known: name of a variable's handle node -> layout that planning started from. A variable that a program used
+        before the script set its layout has an earlier one here, and keeps it.
+      planned: name of a variable's handle node -> layout in the plan, of sharded variables.
 
     Raises:
       PlanError: names the first such variable.
