@@ -15,7 +15,7 @@ import msgspec
 
 from whale.distributed.collective_call_check import describe_likely_cause
 from whale.distributed.ranks import PLAN_TIMEOUT_S
-from whale.errors import PlanError, ProgramError
+from whale.errors import REPORT_FAULT, PlanError, ProgramError
 from whale.ir.fingerprint import compute_fingerprint, list_constants, list_node_digests
 from whale.ir.plan import Plan, plan_from_json
 from whale.ir.program import Program
@@ -254,7 +254,6 @@ def agree_on_plan(
     if data[:1] == b"E":
         raise PlanError(
             f"rank 0 could not make a plan: {data[1:].decode()}",
-            action="do what rank 0's error above says next; if it says nothing, this is a fault of Whale: please "
-            "report it with the program (WHALE_DEBUG_DUMP=FOLDER writes it)",
+            action=f"do what rank 0's error above says next; if it says nothing, {REPORT_FAULT}",
         )
     return plan_from_json(data[1:])

@@ -20,7 +20,7 @@ import msgspec
 
 from whale.cgroup import cpu_quota
 from whale.distributed.ranks import PLAN_TIMEOUT_S
-from whale.errors import PlanError
+from whale.errors import REPORT_FAULT, PlanError
 from whale.ir.plan import Plan, plan_from_json
 from whale.ir.strategy import ChosenStrategy, ParallelStrategy
 from whale.planner.graph_search.predict import Made, Plans
@@ -102,8 +102,7 @@ class RankTeam:
             if said[rank].startswith(_BROKEN):
                 raise PlanError(
                     f"rank {rank} could not predict a plan: {said[rank][1:].decode()}",
-                    action="this is a fault of Whale: please report it with the program (WHALE_DEBUG_DUMP=FOLDER "
-                    "writes it); a run with mesh.auto_parallel=False does not search",
+                    action=f"{REPORT_FAULT}; a run with mesh.auto_parallel=False does not search",
                 )
         return [said[rank] for rank in asked]
 
@@ -154,8 +153,7 @@ def _help(comm: Communicator, key: str, purpose: str, plans: Callable[[], Plans]
         if what == _FAILED:
             raise PlanError(
                 f"rank 0 could not choose a plan: {content.decode()}",
-                action="do what rank 0's error above says next; if it says nothing, this is a fault of Whale: please "
-                "report it with the program (WHALE_DEBUG_DUMP=FOLDER writes it)",
+                action=f"do what rank 0's error above says next; if it says nothing, {REPORT_FAULT}",
             )
         if what == _CHOSEN:
             chosen = msgspec.msgpack.decode(content, type=ChosenStrategy)

@@ -18,7 +18,7 @@ from whale.capture.encode import HOST_DEVICE
 from whale.distributed.faults import raise_comm_error
 from whale.distributed.msgpack_values import pack, unpack
 from whale.distributed.ranks import TURN_TIMEOUT_S, Ranks
-from whale.errors import CommError, PlanError
+from whale.errors import REPORT_FAULT, CommError, PlanError
 from whale.ir.layout import shard
 from whale.ir.mesh import Tiles, make_one_axis_tiles
 from whale.partition.variable_use import VariableUse
@@ -530,7 +530,7 @@ def _compare(name: str, rank: int, first: np.ndarray, other: np.ndarray) -> None
         variable=name,
         given=f"an element on rank {rank} differs by {gap:.3g} from rank 0's",
         expected="equal copies on all ranks of this process",
-        action="this is a fault of Whale: please report it with the program (WHALE_DEBUG_DUMP=FOLDER writes it)",
+        action=REPORT_FAULT,
     )
 
 
