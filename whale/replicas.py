@@ -1,4 +1,7 @@
-"""Compares the ranks' replicas of variables, by short descriptions that the ranks exchange.
+"""Compares the ranks' replicas of variables without sending them: each rank sends a sketch of each variable (norms and
+random projections of its blocks), and sketches that differ by more than rounding show that replicas have diverged.
+
+Used by ``wh.check_replicas``, ``debug.check_replicas`` and at the end of a run.
 
 Decision: 0178.
 """

@@ -21,12 +21,12 @@ from whale.started import process_place
 class replicate(replica):
     """Marks one part of a model, as in the Whale paper: ``with wh.replicate(1):``; each ``with`` is a new part.
 
-    A part with fewer devices than there are ranks becomes a stage; stages follow each other in the order of the script.
-    If there is only one such part it is the whole model, which is replicated. A part with as many devices as there are
-    ranks is data-parallel over all ranks.
+    A part with fewer devices than there are ranks becomes a pipeline stage; stages follow each other in the order of
+    the script. If there is only one such part it is the whole model, which is replicated over all ranks. A part with as
+    many devices as there are ranks is data-parallel: each of them computes a share of the rows.
 
     Args:
-      device_count: number of devices of one replica of the part; None: 1.
+      device_count: number of devices that compute one replica of the part, sharing its rows; None: 1.
       name: a label for people; it has no effect.
     """
 

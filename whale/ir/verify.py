@@ -181,7 +181,7 @@ def _verify_same_dtype(node: Node, types: Sequence[TensorType]) -> None:
             dtype = t.dtype
         elif t.dtype != dtype:
             given = f"{', '.join(map(str, types))} (operands, then results)"
-            raise _BrokenProgramError(given, f"the dtype {dtype} for all of them")
+            raise _BrokenProgramError(given, f"{dtype}, the node's T, for all operands and results")
 
 
 def _is_compatible(one: TensorType, other: TensorType) -> bool:

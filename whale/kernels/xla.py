@@ -142,10 +142,12 @@ def _list_controls(nodes: Iterable[Node], own: set[str]) -> dict[str, None]:
 
 
 def _replace_marked_nodes(program: Program, graph: str, functions: dict[str, Program]) -> Program:
-    """Replaces the marked nodes of one graph by calls, and adds the called functions to ``functions``.
+    """Moves each node that is marked to be compiled by XLA (see `_is_marked`) into a function of its own, which a call
+    in its place runs.
 
     Args:
-      graph: name of the graph, for names of functions.
+      graph: name of the graph that ``program`` is, which begins the functions' names.
+      functions: the program's functions by name; the new ones are added.
     """
     if not any(map(_is_marked, program.nodes)):
         return program

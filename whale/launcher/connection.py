@@ -53,7 +53,10 @@ def connect(token: str) -> socket.socket:
             if connection.recv(len(WELCOME)) == WELCOME:
                 connection.settimeout(None)
                 return connection
-            raise ConnectionResetError(f"whale run at {host}:{port} closed the connection without accepting the token")
+            raise ConnectionResetError(
+                f"whale run at {host}:{port} has closed the connection: it is the launcher of another run, or this run "
+                "is ending (its token was not accepted)"
+            )
         except ConnectionError:
             connection.close()
             if time.monotonic() > until_s:

@@ -277,7 +277,7 @@ class Unpacker:
             kind = FrameKind(number)
             limit = self._limit_bytes if self._first_bytes is None else self._first_bytes
             if length > limit:
-                raise ValueError(f"a frame of {length} bytes exceeds the limit of {limit} bytes")
+                raise ValueError(f"a message of {length} bytes, of at most {limit}: the sender is no rank of this run")
             end = offset + _HEADER.size + length
             if len(self._buffer) < end:
                 break

@@ -258,18 +258,19 @@ def replace_per_rank(placement: Placement) -> Placement:
 
 
 def adapt_to_per_rank(option: Strategy, current: Sequence[Placement]) -> Strategy | None:
-    """Returns ``option`` with per-rank operands (``own``) in place of replicated ones, as ops without side effects
-    allow it.
+    """Returns ``option`` for operands that hold a value of each rank's own (placement ``own``: computed from the rank's
+    own rows, like the statistics of local batch normalisation), where ``option`` takes replicated ones.
 
-    Outputs that ``option`` leaves replicated become per rank as well; sharded and partial outputs stay.
+    The op then computes on each rank's own value, so outputs that ``option`` leaves replicated become ``own`` as well;
+    sharded and partial outputs stay. For ops without side effects.
 
     Args:
       option: a strategy of the op.
       current: the operands' present placements.
 
     Returns:
-      the strategy; None if no operand is per rank, if the operands are per rank by different rows, or if ``option``
-        does not take them replicated.
+      the strategy; None if no operand is ``own``, if two are ``own`` with other numbers of rows, or if ``option`` does
+      not take such an operand replicated.
     """
     own = {p for p in current if type(p) is PerRank}
     if len(own) != 1:

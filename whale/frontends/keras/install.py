@@ -25,7 +25,11 @@ _LOGGERS = ("absl", "tensorflow")  # to which Keras 3 and Keras 2 log
 
 
 def install() -> None:
-    """Patches the Keras packages that are imported, and those that will be imported later."""
+    """Patches Keras 3 and tf_keras, so that `fit`, layers, optimizers and saving run on the ranks of a run: packages
+    that are imported now, and those that are imported later.
+
+    Also keeps the other ranks from repeating the warnings that rank 0 shows.
+    """
     _silence_other_ranks()
     change_when_imported(PACKAGES, _patch)
 

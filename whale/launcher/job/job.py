@@ -457,7 +457,7 @@ class Job:
         cause = ranks.find_cause(self._ending.failures)
         if cause.rank is None and not self._is_complete:  # mpirun ends those that have come up when another cannot
             self._read_last_words()
-            raise self._make_start_error("mpirun has ended the ranks that had come up")
+            raise self._make_start_error("not all ranks could be started, and mpirun has ended those that had")
         if not self._options.verbose and cause.rank is not None:
             self._printer.write_lines(cause.rank, 1, cause.traceback)
             # mpirun speaks up only when it ended the ranks itself, as after MPI_Abort.

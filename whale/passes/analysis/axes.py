@@ -215,7 +215,10 @@ def project_to_axis(program: Program, axis: str, axes: Sequence[Axis] = ()) -> P
 
 
 def _locate(path: str, axis: str, axes: Sequence[Axis]) -> str:
-    """Rewrites the ranks in a scope's path as coordinates along ``axis``, in the innermost part that names ranks.
+    """Rewrites the ranks that a scope's path names as coordinates along one mesh axis.
+
+    Only the innermost part of the path that names ranks is changed: on the mesh ``stage=2,data=2`` a part with
+    ``ranks=2+3`` gets ``ranks=1`` along ``stage``, and names none along ``data``, where it has all coordinates.
 
     Raises:
       PlanError: the ranks are not a block of the mesh.

@@ -247,10 +247,15 @@ def _is_light(program: Program, node: Node) -> bool:
 
 
 def assign_stages(program: Program, annotated: Program) -> Program:
-    """Puts each node of ``annotated`` into the scope of its stage, except free nodes and NoOps.
+    """Puts every node of ``annotated`` into the scope of the pipeline stage that computes it.
+
+    Nodes without a ``wh.stage`` scope of their own get the stage of the nodes that they read from or that read them.
+    Nodes that any rank may compute (`free_nodes`: constants and what is computed from them) and NoOps stay outside of
+    stages.
 
     Args:
-      program: the same program with only the scopes that the user gave.
+      program: the program with only the scopes that the user gave.
+      annotated: the same nodes, with the scopes that passes have added.
     """
     if not has_stages(program):
         return annotated

@@ -252,11 +252,13 @@ def join_places(
 
 
 def replace_by_operations(program: Program, made: Mapping[str, Node], moved: dict[Ref, Ref]) -> Program:
-    """Replaces nodes of ``program`` by operations, each at the position of the last node that it replaces.
+    """Replaces groups of nodes of ``program`` by one new node each, which stands where the last node of its group
+    stood.
 
     Args:
-      made: name of a replaced node -> its operation.
-      moved: tensor of a replaced node that others read -> its replacement; completed in place.
+      made: name of a replaced node -> the new node; nodes of one group map to the same one.
+      moved: tensor of a replaced node -> the new node's output that readers take instead. Replaced nodes that it does
+          not list are added to it, with the first output of the new node.
     """
     last = {made[n.name].name: n.name for n in program.nodes if n.name in made}
     nodes: dict[str, Node] = {}

@@ -39,7 +39,15 @@ class UpdatePart:
 
 
 def find_part(program: Program, unit: Unit, found: Accesses) -> UpdatePart | None:
-    """Returns a unit with its arithmetic as text; None if the text cannot express it."""
+    """Describes the update that ``unit`` computes as a part of a WhaleUpdate operation, with its arithmetic written as
+    text.
+
+    Returns None if an op of the unit has no such text.
+
+    Args:
+      unit: nodes that together update variables of one shape.
+      found: reads and writes of the program's variables.
+    """
     ready = unit.nodes[0]
     does = _read_arithmetic(program, ready) if ready.op == FUSED_UPDATE else _write_arithmetic(program, unit, found)
     return None if does is None else UpdatePart(unit, does)

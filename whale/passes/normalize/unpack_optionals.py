@@ -181,8 +181,11 @@ def _replace_slot(graph: Program, functions: dict[str, Program], slot: _Slot) ->
 
 
 def _insert(items: tuple, places: list[int], values: list) -> tuple:
-    """Returns ``items`` (arguments, or types of results) with ``values`` at the indices ``places``: the first value
-    replaces the item at its index, the others are appended.
+    """Returns ``items`` with one item replaced by several: ``values[0]`` takes the place of the item at index
+    ``places[0]``, and the other values are appended at ``places[1:]``, which are the next free indices.
+
+    Args:
+      items: arguments of a call, or types of results.
     """
     result = list(items) + [None] * (len(places) - 1)
     for place, value in zip(places, values):

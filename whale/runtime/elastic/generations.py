@@ -79,10 +79,12 @@ class _PieceMessage:
         return sum(math.prod(shape) for *_, shape in self.pieces)
 
     def pack(self, mine: Sequence[tf.Tensor | None]) -> tf.Tensor:
-        """Returns the tensor that is sent or lent.
+        """Returns the content of the message as one tensor: this rank's pieces, flattened and concatenated in the order
+        of ``pieces``. A single piece that the receiver reads in place (``lent``) is returned as it is.
 
         Args:
-          mine: this rank's piece of every holding; None where it has none.
+          mine: this rank's piece of each holding (a variable's value that ranks keep in pieces); None where it has
+              none.
         """
         if self.lent and len(self.pieces) == 1:
             return mine[self.pieces[0][0]]

@@ -295,11 +295,14 @@ def _find_drawn_results(function: Any, before: list[bool], parallel: bool) -> li
 
 
 def summary_of(samples: Sequence[Any], every: int) -> Summary | None:
-    """Returns a Summary that records batches of these samples. None if that is not needed, because the elements follow
-    from how the dataset is built, or not possible, because ranks may differ in all tensors.
+    """Returns a `Summary`, which records some batches so that they can be compared between ranks, or None if none is
+    needed.
+
+    None is needed where elements follow from what the datasets are built of, which is compared when they are made. None
+    is possible where every tensor comes of random maps without a seed, in which ranks may differ.
 
     Args:
-      samples: the datasets whose tensors follow each other in a sample.
+      samples: the datasets that are zipped: a sample has the tensors of the first, then those of the second, and so on.
       every: every how many batches one is recorded; 0: none.
     """
     if not every or all(map(is_seen, samples)):

@@ -93,8 +93,10 @@ def _crop_is_linear(op: OpView) -> str | None:
 
 
 def _is_linear_with_fill(op: OpView) -> str:
-    """Returns ``lin`` of an image transform: partial sums pass the image, or image and fill value together if the fill
-    is used.
+    """Returns in which operands ImageProjectiveTransformV3 is linear, in the notation of ``lin=`` in rule lines: in the
+    image (``0``), or in image and fill value together (``0&3``) where the fill value is used.
+
+    Partial sums of those operands may pass through the op.
     """
     return "0&3" if op.attr("fill_mode", "CONSTANT") == "CONSTANT" else "0"
 

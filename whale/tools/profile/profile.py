@@ -308,8 +308,10 @@ def _make_alone(planned: Planned) -> Program:
 
 
 def _predict_s(table: MachineProfile, run: Sequence[Program]) -> float:
-    """Predicts the seconds of steps that run side by side, from their operations alone; the overhead of a call is left
-    out.
+    """Predicts the seconds of a step in which each rank runs one program of ``run``: the mean over the ranks of when
+    each ends.
+
+    Only the seconds of operations count; what a call of the step costs besides (its overhead) is left out.
     """
     found = predict_ranks(run, make_measured_machine(table, len(run)), plays=0).ranks
     return sum(one.end_s for one in found) / len(found)

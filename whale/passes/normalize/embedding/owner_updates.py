@@ -55,8 +55,11 @@ class _Update:
     marked: set[str] = field(default_factory=set)
 
     def is_by_row(self) -> bool:
-        """Returns True if every operation that depends on the unique ids treats all rows alike, and one of them writes
-        rows; fills the attributes.
+        """Returns True if the gradient's unique ids and summed rows are only read by operations that compute each row
+        from that row alone, and at least one of them writes rows to a variable.
+
+        Also fills the attributes that describe those operations (``sums``, ``ids``, ``rows``, ``marked``), for the
+        rewrite.
         """
         program, once, back = self.program, Ref(self.unique.name), Ref(self.unique.name, 1)
         if not program.find_type(self.unique.inputs[0]).is_static:
