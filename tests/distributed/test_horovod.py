@@ -83,5 +83,5 @@ def test_without_horovod_the_error_says_how_to_build_it(monkeypatch: pytest.Monk
 
 def test_ranks_of_one_process_have_no_horovod() -> None:
     config = Config({"communication.backend": "horovod", "communication.in_process_ranks": 1})
-    with pytest.raises(ConfigError, match="in-process"):
+    with pytest.raises(ConfigError, match="in_process_ranks"):
         horovod.start(config, 2, (0, 1))

@@ -49,7 +49,7 @@ def test_a_second_init_begins_again(started: None) -> None:
 REFUSED: dict[str, tuple[Any, str]] = {
     "replica": (lambda: wh.replica(3).__enter__(), "device_count=3, 4 ranks"),
     "split": (lambda: (wh.split(2).__enter__(), wh.split(4).__enter__()), "2 ranks before"),
-    "stage": (lambda: wh.stage(device_count=2).__enter__(), "name them"),
+    "stage": (lambda: wh.stage(device_count=2).__enter__(), "name the ranks"),
     "schedule": (lambda: wh.pipeline(2, strategy="PreferForward").__enter__(), "pipeline.schedule='1f1b'"),
     "modes": (lambda: wh.auto_parallel(wh.recompute), "given: modes=recompute"),
 }
