@@ -248,7 +248,7 @@ x[6] = np.nan  # a row of rank 1
 try:
     step(x)
 except tf.errors.InvalidArgumentError:
-    time.sleep(1.0 * wh.rank())
+    time.sleep(0.3 * wh.rank())
     raise
 """,
     )
