@@ -252,7 +252,7 @@ def _set_rate(link: Link, gb_per_s: float | None) -> Link:
 
 def make_schema() -> dict[str, Any]:
     """Returns the JSON schema of cluster files, which cluster.schema.json contains."""
-    return msgspec.json.schema(Cluster)
+    return yaml_files.make_schema(Cluster)
 
 
 def read(path: str | Path) -> Cluster:

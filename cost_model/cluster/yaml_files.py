@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -238,6 +239,18 @@ class YamlFile:
             action=action or "correct that line of the file",
             **facts,
         )
+
+
+def make_schema(kind: type) -> dict[str, Any]:
+    """Returns the JSON schema of a record's file; descriptions are the docstrings, without their indentation.
+
+    Some versions of msgspec leave the indentation in, so that equal records would have unequal schemas.
+    """
+    schema = msgspec.json.schema(kind)
+    for part in schema["$defs"].values():
+        if "description" in part:
+            part["description"] = inspect.cleandoc(part["description"])
+    return schema
 
 
 def _find_schema(kind: Any, keys: Sequence[str | int]) -> tuple[dict[str, Any], dict[str, Any]]:

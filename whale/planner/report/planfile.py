@@ -20,6 +20,7 @@ from cost_model.analytic.layer_costs import Model
 from cost_model.analytic.stacks import stack
 from cost_model.analytic.transformer import Transformer
 from cost_model.analytic.transformer_model import TransformerModel, stack_of
+from cost_model.cluster import yaml_files
 from cost_model.cluster.cluster_file import Cluster
 from cost_model.cluster.pools import Machines
 from whale.errors import PlanError
@@ -276,7 +277,7 @@ def _shape(strategy: ParallelStrategy) -> tuple[int, int, int, int, tuple[str, .
 
 def schema() -> dict[str, Any]:
     """Returns the JSON schema of a plan file."""
-    return msgspec.json.schema(PlanFile)
+    return yaml_files.make_schema(PlanFile)
 
 
 def dumps(plan: PlanFile) -> bytes:
