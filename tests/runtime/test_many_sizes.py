@@ -123,6 +123,25 @@ def test_loops_keep_rows_that_one_device_does_not_know(ranks: Callable[..., None
         np.testing.assert_allclose(found, one, rtol=1e-12, atol=1e-14)
 
 
+@pytest.mark.parametrize("adds", [lambda x, rows: tf.boolean_mask(x, x[:, 0] > 0), lambda x, rows: rows[:1]])
+def test_rows_that_a_loop_adds_are_not_cut_off(ranks: Callable[..., None], adds: Callable[..., Any]) -> None:
+    """Ranks hold parts of the rows that a batch has; a loop's variable has more after each iteration."""
+    grows = [tf.TensorShape([]), tf.TensorShape([None, 3])]
+
+    def step(x: Any) -> Any:
+        def turn(i: Any, rows: Any) -> Any:
+            return i + 1, tf.concat([rows * 2.0, adds(x, rows)], 0)
+
+        _, rows = tf.while_loop(lambda i, rows: i < 3, turn, [0, x], shape_invariants=grows)
+        return rows, tf.shape(rows)
+
+    x = np.random.default_rng(4).normal(size=(8, 3))
+    wanted = tf.function(step)(tf.constant(x))
+    ranks(2)
+    for found, one in zip(wh.function(step)(tf.constant(x)), wanted):
+        np.testing.assert_allclose(found, one, rtol=1e-12)
+
+
 def test_sparse_operands_of_other_sizes_are_of_one_trace(ranks: Callable[..., None]) -> None:
     def draw(function: Callable[..., Any]) -> list[float]:
         tf.random.set_seed(3)
