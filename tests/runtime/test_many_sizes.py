@@ -85,6 +85,63 @@ def test_a_step_that_has_to_know_its_sizes_is_compiled_for_each(ranks: Callable[
     assert require_current("").programs == 5
 
 
+@pytest.mark.parametrize("written", [True, False])
+def test_loops_keep_rows_that_one_device_does_not_know(ranks: Callable[..., None], written: bool) -> None:
+    """TensorFlow cannot tell the rows that an iteration leaves; those that enter it are known to Whale alone."""
+    weight = tf.Variable(tf.cast(tf.linspace(-1.0, 1.0, 5)[None], tf.float64))
+
+    def turn(best: Any, n: Any, of: Any) -> Any:
+        found, _ = tf.math.top_k(tf.reshape(best[:, :, None] + of[:, None] * weight, (n, -1)), 3)
+        return found - tf.reduce_mean(found)
+
+    def search(x: Any) -> Any:
+        n = tf.shape(x)[0]
+        best = tf.zeros([n, 3], tf.float64)
+        if written:
+            for _ in tf.range(4):
+                best = turn(best, n, x)
+        else:
+            (best,) = tf.while_loop(lambda best: True, lambda best: (turn(best, n, x),), (best,), maximum_iterations=4)
+        return best
+
+    def train(function: Callable[..., Any]) -> list[Any]:
+        @function(input_signature=[tf.TensorSpec([None, 5], tf.float64)])
+        def step(x: Any) -> Any:
+            with tf.GradientTape() as tape:
+                best = search(x)
+                loss = tf.reduce_mean(tf.square(best - 1.0))
+            weight.assign_sub(0.1 * tape.gradient(loss, weight))
+            return best, loss
+
+        weight.assign(tf.cast(tf.linspace(-1.0, 1.0, 5)[None], tf.float64))
+        draw = np.random.default_rng(2)
+        return [*[one for n in SIZES[:5] for one in step(tf.constant(draw.normal(size=(n, 5))))], weight.numpy()]
+
+    wanted = train(tf.function)
+    ranks(2)
+    for found, one in zip(train(wh.function), wanted):
+        np.testing.assert_allclose(found, one, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("adds", [lambda x, rows: tf.boolean_mask(x, x[:, 0] > 0), lambda x, rows: rows[:1]])
+def test_rows_that_a_loop_adds_are_not_cut_off(ranks: Callable[..., None], adds: Callable[..., Any]) -> None:
+    """Ranks hold parts of the rows that a batch has; a loop's variable has more after each iteration."""
+    grows = [tf.TensorShape([]), tf.TensorShape([None, 3])]
+
+    def step(x: Any) -> Any:
+        def turn(i: Any, rows: Any) -> Any:
+            return i + 1, tf.concat([rows * 2.0, adds(x, rows)], 0)
+
+        _, rows = tf.while_loop(lambda i, rows: i < 3, turn, [0, x], shape_invariants=grows)
+        return rows, tf.shape(rows)
+
+    x = np.random.default_rng(4).normal(size=(8, 3))
+    wanted = tf.function(step)(tf.constant(x))
+    ranks(2)
+    for found, one in zip(wh.function(step)(tf.constant(x)), wanted):
+        np.testing.assert_allclose(found, one, rtol=1e-12)
+
+
 def test_sparse_operands_of_other_sizes_are_of_one_trace(ranks: Callable[..., None]) -> None:
     def draw(function: Callable[..., Any]) -> list[float]:
         tf.random.set_seed(3)

@@ -117,6 +117,8 @@ class _Replacement:
             )
         except NotFollowed:
             return
+        if not all(node.outputs[i].is_static for i in rewrite.states):  # its iterations change a size
+            return
         self.loops[node.name] = rewrite
         for k, items in turns.lists.items():
             self.lists[Ref(node.name, k)] = items

@@ -24,7 +24,7 @@ from whale.errors import REPORT_FAULT, PlanError
 from whale.ir.layout import FIRST, LEGEND, B, Partial, PerRank, Placement, RankZero, Replicate, Shard, Strategy
 from whale.ir.ops import BRANCHES, HAS_BODIES, LOOPS
 from whale.ir.program import Node, Program, Ref
-from whale.ir.values import UNMOVABLE, Func
+from whale.ir.values import UNMOVABLE, Func, TensorType
 from whale.passes.analysis.rank_groups import RankGroups
 from whale.passes.analysis.scopes import split_scope
 from whale.passes.analysis.uses import find_leaving
@@ -238,7 +238,10 @@ def _loop(graph: GraphState, node: Node, current: Sequence[Placement], walk: Wal
         ((graph.name, Ref(node.name, i)), (body.name, Ref(function.inputs[i])), (body.name, function.outputs[i]))
         for i in range(len(state))
     ]
-    locked = [any(n in graph.axis.whole for n in of_one) for of_one in names]
+    locked = [
+        any(n in graph.axis.whole for n in of_one) or _is_resized(placement, out)
+        for of_one, placement, out in zip(names, state, node.outputs)
+    ]
     for i, ref in enumerate(node.inputs):
         if locked[i]:
             graph.need(ref, B, node)
@@ -249,6 +252,9 @@ def _loop(graph: GraphState, node: Node, current: Sequence[Placement], walk: Wal
         joined = [
             s if lock else _join_turns(s, o, t.dtype, f) for s, o, t, f, lock in zip(state, outs, types, free, locked)
         ]
+        for i, (new, out) in enumerate(zip(joined, node.outputs)):
+            if _is_resized(new, out):
+                joined[i], locked[i] = B, True
         if joined == state:
             break
         for i, (old, new) in enumerate(zip(state, joined)):
@@ -305,6 +311,19 @@ def _branch(graph: GraphState, node: Node, current: Sequence[Placement], walk: W
         body.layout.outputs = tuple(outputs)
         graph.axis.layouts[name] = body.layout
     return Strategy((B, *arguments), tuple(outputs), "branch")
+
+
+def _is_resized(placement: Placement, variable: TensorType) -> bool:
+    """Returns True if iterations may change the size of a loop variable in the dimension that ``placement`` divides.
+
+    The parts have the sizes that the ranks had at first: what an iteration adds would be cut off.
+
+    Args:
+      variable: type of the loop's result, whose sizes are unknown where iterations change them.
+    """
+    if type(placement) is not Shard or variable.dtype in UNMOVABLE:
+        return False
+    return variable.shape is None or variable.shape[placement.dim] is None
 
 
 def _join_turns(state: Placement, out: Placement, dtype: str, free: bool) -> Placement:

@@ -32,6 +32,7 @@ from whale.errors import CommError
 from whale.ir.values import Dims
 from whale.log import log
 from whale.runtime.context import Context, make_unique_name
+from whale.runtime.input.loop_sizes import keep_sizes_in_loops
 from whale.runtime.input.python_values import PythonValues
 
 _DIGITS = 8
@@ -134,6 +135,7 @@ class SharedTrace:
         for it alone, since traces that know sizes must not be reused.
         """
         _keep_nested_apart()
+        keep_sizes_in_loops(_without_sizes.get)
         tf_ctx = tf_context.context()
         now, tf_ctx._seed = tf_ctx._seed, self._seed
         before, again = _read_python_states(), self._is_known
