@@ -103,7 +103,7 @@ def test_hosts_come_from_a_file_or_from_a_program(tmp_path: Path) -> None:
     program.chmod(0o700)
     assert read_hosts(str(program)) == (Host("a", 4),)
     program.write_text("#!/bin/sh\necho nothing >&2; exit 3\n")
-    with pytest.raises(ClusterError, match="ended with code 3: nothing"):
+    with pytest.raises(ClusterError, match="exit code 3: nothing"):
         read_hosts(str(program))
 
 
