@@ -256,7 +256,7 @@ def test_a_kernel_of_other_types_does_not_count(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_ranks_of_one_process_are_refused(ranks: Start) -> None:
-    with pytest.raises(ConfigError, match="in-process"):
+    with pytest.raises(ConfigError, match="in_process_ranks"):
         ranks(2, **NCCL)
 
 
