@@ -62,7 +62,7 @@ def test_a_plan_is_checked_against_script_and_cluster(tmp_path: Path, capsys: py
     assert main(["check", str(path), "--cluster", clusters(tmp_path, "small.yaml", 2, 1e-5)]) == 1
     assert "rank 1 needs" in (text := capsys.readouterr().out) and "its device has 9.8 KiB" in text
     assert main(["check", str(path), "--cluster", clusters(tmp_path, "one.yaml", 1, 8)]) == 1
-    assert "2 ranks, and small has 1 devices" in capsys.readouterr().out
+    assert "2 ranks, and the cluster small only 1 devices" in capsys.readouterr().out
     plan = load_plan(path)
     node = next(n for n, s in plan.strategies[""].items() if "MatMul" in n and str(s.outputs[0]).startswith("S(0)"))
     wrong = {**plan.strategies[""], node: Strategy((B, B), plan.strategies[""][node].outputs, "wrong")}
@@ -156,6 +156,6 @@ def test_sums_that_ranks_begin_in_opposite_orders_are_found() -> None:
 def test_stages_have_each_rank_once() -> None:
     twice = (StageGroup("a", (0, 1), ("s0",)), StageGroup("b", (0, 1), ("s1",)))
     plan = replace(planned(mlp(8, 4, 4, 2), 4, 1), stage_groups=twice)
-    assert verify_saved_plan.check_stage_groups(plan) == ["the stages have the ranks [0, 0, 1, 1], not each of 4 once"]
+    assert verify_saved_plan.check_stage_groups(plan) == ["the stages have the ranks [0, 0, 1, 1], not each of 0 to 3 once"]
     plan = replace(plan, stage_groups=(StageGroup("a", (0, 1), ("s0",)), StageGroup("b", (2, 3), ("s1",), 1)))
     assert verify_saved_plan.check_stage_groups(plan) == ["b has 2 ranks, and plan 1 of 1 is for 0"]
