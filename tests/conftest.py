@@ -11,6 +11,7 @@ from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from tests import forkserver
 from tests.times import Times, starts_processes, uses_tensorflow
@@ -22,6 +23,11 @@ os.environ["WHALE_MESH_PLAN_CACHE"] = ""
 os.environ.setdefault("WHALE_VERIFY_PASSES", "1")
 # TensorFlow's allocator tells what it gives out where oneDNN is on; its default is off on processors without AVX-512.
 os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "1")
+# How long a drawn example takes says how busy the machine is, not whether the test is right.
+settings.register_profile(
+    "busy machine", deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
+)
+settings.load_profile("busy machine")
 
 
 @pytest.fixture(autouse=True)

@@ -61,7 +61,7 @@ _lists = st.one_of(
 _funcs = st.builds(Func, st.text(min_size=1), st.dictionaries(st.sampled_from("abc"), _scalars))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.one_of(_scalars, _lists, _funcs, st.lists(_funcs, min_size=1).map(tuple)))
 def test_encode_then_decode_gives_the_value(value: object) -> None:
     again = decode(encode(value))

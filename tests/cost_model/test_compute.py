@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from cost_model import hardware
@@ -40,7 +40,6 @@ def test_measured_products(device: str, dtype: str, m: int, n: int, k: int, meas
     assert tflops(device, dtype, m, n, k) == pytest.approx(measured, rel=0.05)
 
 
-@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # on a busy machine
 @given(SIZES, SIZES, SIZES)
 def test_a_product_is_never_faster_than_arithmetic_or_memory(m: int, n: int, k: int) -> None:
     seconds = matmul_s(A100, m, n, k)

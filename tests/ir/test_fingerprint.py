@@ -114,7 +114,7 @@ def test_attribute_values_that_look_alike(pair: tuple[object, object]) -> None:
     assert len(prints) == 2
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(programs)
 def test_equal_programs_have_equal_fingerprints(program: Program) -> None:
     again = parse_program(format_program(program))

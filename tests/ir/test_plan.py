@@ -18,7 +18,7 @@ from whale.ir.plan_text import format_plan
 from whale.ir.program import Ref
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(plans)
 def test_json_round_trip(plan: Plan) -> None:
     assert plan_from_json(plan.to_json()) == plan

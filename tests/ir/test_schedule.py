@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from whale.errors import PlanError
@@ -39,7 +39,6 @@ def test_as_text(of: tuple[str, int, int, int]) -> None:
 
 
 @given(some)
-@settings(deadline=None)
 def test_every_phase_once_and_in_an_order_that_ends(of: tuple[str, int, int, int]) -> None:
     name, stages, chunks, micro_batches = of
     rows = make_schedule(*of)
@@ -54,7 +53,6 @@ def test_every_phase_once_and_in_an_order_that_ends(of: tuple[str, int, int, int
 
 
 @given(some, st.lists(st.floats(0.01, 10.0), min_size=3, max_size=3))
-@settings(deadline=None)
 def test_with_its_credits_it_ends_whatever_the_passes_take(of: tuple[str, int, int, int], s: list[float]) -> None:
     rows = make_schedule(*of)
     granted = count_credits(rows)
@@ -70,7 +68,6 @@ def test_without_room_on_an_edge_nothing_ends() -> None:
 
 
 @given(some)
-@settings(deadline=None)
 def test_the_bubble_is_that_of_the_formula(of: tuple[str, int, int, int]) -> None:
     name, stages, chunks, micro_batches = of
     if (name == "zb-h1" or chunks > 1) and micro_batches < stages:

@@ -32,7 +32,7 @@ from whale.passes.settings import PlanSettings
 KINDS = ("cheapest", "any", "split", "groups")
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 @given(st.integers(0, 2**31))
 def test_training_steps_on_random_meshes(seed: int) -> None:
     assume(not check_step(seed).startswith("refused"))

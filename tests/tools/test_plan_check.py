@@ -156,6 +156,10 @@ def test_sums_that_ranks_begin_in_opposite_orders_are_found() -> None:
 def test_stages_have_each_rank_once() -> None:
     twice = (StageGroup("a", (0, 1), ("s0",)), StageGroup("b", (0, 1), ("s1",)))
     plan = replace(planned(mlp(8, 4, 4, 2), 4, 1), stage_groups=twice)
-    assert verify_saved_plan.check_stage_groups(plan) == ["the stages have the ranks [0, 0, 1, 1], not each of 0 to 3 once"]
+    assert verify_saved_plan.check_stage_groups(plan) == [
+        "the stages have the ranks [0, 0, 1, 1], not each of 0 to 3 once"
+    ]
     plan = replace(plan, stage_groups=(StageGroup("a", (0, 1), ("s0",)), StageGroup("b", (2, 3), ("s1",), 1)))
-    assert verify_saved_plan.check_stage_groups(plan) == ["b has 2 ranks, and plan 1 of 1 is for 0"]
+    assert verify_saved_plan.check_stage_groups(plan) == [
+        "the stage group b has 2 ranks, and its plan (number 1 of 1, from 0) is for 0"
+    ]

@@ -130,7 +130,7 @@ def test_evaluator_equals_kernel(op: str) -> None:
 _dims = st.lists(st.integers(1, 3), max_size=5)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(_dims, _dims)
 def test_broadcast_gradient_args(a: list[int], b: list[int]) -> None:
     try:

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from tests.partition.compare import assert_equal_runs
@@ -129,7 +129,7 @@ def regions(draw) -> tuple[Program, GraphLayout, int]:
     return program, layout, parts
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=150)
 @given(regions())
 def test_no_assignment_is_cheaper(example: tuple[Program, GraphLayout, int]) -> None:
     program, layout, parts = example
@@ -143,7 +143,7 @@ def test_no_assignment_is_cheaper(example: tuple[Program, GraphLayout, int]) -> 
         assert {type(p) for p in placed.strategies[name].outputs} <= {Replicate, Partial}
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=40)
 @given(regions())
 def test_the_result_computes_the_same(example: tuple[Program, GraphLayout, int]) -> None:
     program, layout, parts = example

@@ -51,7 +51,7 @@ def assert_close(result: np.ndarray, expected: np.ndarray, terms: int) -> None:
         np.testing.assert_array_equal(result, expected)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.data())
 def test_reductions_equal_numpy(data: st.DataObject) -> None:
     size = data.draw(st.integers(1, 5), "ranks")
@@ -78,7 +78,7 @@ def test_reductions_equal_numpy(data: st.DataObject) -> None:
         assert_close(case.outputs[0], expected, size)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.data())
 def test_movement_equals_numpy(data: st.DataObject) -> None:
     size = data.draw(st.integers(1, 5), "ranks")
