@@ -15,7 +15,8 @@ from tests.runtime.compile.test_auto import double
 from whale.cli import main
 from whale.errors import PlanError
 from whale.ir.layout import B, Strategy
-from whale.ir.plan import StageGroup, load_plan
+from whale.ir.plan import Plan, Reshard, StageGroup, load_plan
+from whale.ir.plan_text import list_changed_layouts
 from whale.ir.program import Node, Program, sort_nodes
 from whale.partition import verify_saved_plan
 from whale.partition.spmd import partition_for_rank
@@ -163,3 +164,26 @@ def test_stages_have_each_rank_once() -> None:
     assert verify_saved_plan.check_stage_groups(plan) == [
         "the stage group b has 2 ranks, and its plan (number 1 of 1, from 0) is for 0"
     ]
+
+
+def test_there_are_no_more_micro_batches_than_rows() -> None:
+    """Of 4 rows with 16 features."""
+    program = mlp(4, 16, 4, 2)
+    plan = planned(program, 2, 2)
+    assert verify_saved_plan.check_sizes(program, replace(plan, micro_batches=4)) == []
+    found = verify_saved_plan.check_sizes(program, replace(plan, micro_batches=5))
+    assert found == ["it has 5 micro-batches, and the inputs have at most 4 rows"]
+
+
+def test_plans_are_compared_along_all_axes_of_their_meshes() -> None:
+    plan = planned(mlp(8, 4, 4, 2), 4, 4)
+    (gone, *others) = (r for r in plan.reshards if r.bytes)
+    above = replace(plan, reshards=())
+
+    def with_innermost(reshards: tuple[Reshard, ...]) -> Plan:
+        return replace(above, inner=replace(above, inner=replace(plan, reshards=reshards)))
+
+    three, other = with_innermost((gone, *others)), with_innermost(tuple(others))
+    assert list_changed_layouts(three, three) == []
+    assert any(f"no longer: {gone.ref}" in line for line in list_changed_layouts(three, other))
+    assert any("2 groups of 2 groups of 2 -> none" in line for line in list_changed_layouts(three, above))
