@@ -24,9 +24,7 @@ os.environ.setdefault("WHALE_VERIFY_PASSES", "1")
 # TensorFlow's allocator tells what it gives out where oneDNN is on; its default is off on processors without AVX-512.
 os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "1")
 # How long a drawn example takes says how busy the machine is, not whether the test is right.
-settings.register_profile(
-    "busy machine", deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
-)
+settings.register_profile("busy machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("busy machine")
 
 

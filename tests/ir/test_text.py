@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 
 from tests.ir.strategies import nodes, programs
 from tests.programs import body, mlp, planned
@@ -24,7 +24,9 @@ from whale.ir.text import (
 )
 from whale.ir.values import DType, Func, Shape, Tensor, TensorType
 
-RELAXED = settings(max_examples=150)
+RELAXED = settings(
+    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
+)
 
 
 @RELAXED

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from math import prod
 
-from hypothesis import assume, given, settings
+from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from tests.partition.compare import assert_equal_mesh, assert_equal_runs, lowered
@@ -25,7 +25,9 @@ from whale.passes.pass_manager import make_plan
 from whale.passes.plan_builder import expand
 from whale.passes.settings import PlanSettings
 
-RELAXED = settings(max_examples=60)
+RELAXED = settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
+)
 
 
 @RELAXED

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.partition.random_programs import placements, programs
@@ -18,7 +18,9 @@ from whale.passes.resharding.fuse_all_reduces import fuse_all_reduces
 from whale.passes.resharding.reshards import explicit_reshards
 
 ROWS = shard(0, (4, 4))
-RELAXED = settings(max_examples=80)
+RELAXED = settings(
+    max_examples=80, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
+)
 
 
 def _grouped(program: Program, group_bytes: int, parts: int = 2, **placed: Placement) -> tuple[Reshard, ...]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from tests.partition.random_programs import placements, programs, random_layouts
@@ -344,7 +344,7 @@ def test_an_op_without_a_rule_on_parts() -> None:
 # -- plans at random
 
 
-@settings(max_examples=60)
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 @given(programs(), st.integers(2, 3), st.integers(0, 10**6), st.data())
 def test_no_reshard_is_superfluous(program: Program, parts: int, seed: int, data: st.DataObject) -> None:
     """Every legal plan passes (``plan_of`` checks it); taking any one reshard away is found."""
