@@ -110,8 +110,7 @@ void exchange(int orders, const char* transport, unsigned seed,
 }  // namespace
 
 int main(int count, char** arguments) {
-  require(count == 5 || count == 7,
-          "arguments: LIBRARY ORDERS TRANSPORT SEED [FAULT KERNELS_MS]");
+  require(count == 5 || count == 7, "arguments: LIBRARY ORDERS TRANSPORT SEED [FAULT KERNELS_MS]");
   const std::string image = std::string("HOST:") + arguments[1];
   for (int rank = 0; rank < kRanks; ++rank) {
     const whale::Status loaded = whale::cuda::Gpu::load_kernels(rank, image.c_str());
