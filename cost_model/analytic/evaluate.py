@@ -244,8 +244,8 @@ def simulate_passes(strategy: ParallelStrategy, found: Evaluation) -> tuple[Task
 def _orders(strategy: ParallelStrategy) -> Schedule:
     if strategy.schedule not in SCHEDULES:
         raise PlanError(
-            "the cost model predicts schedules of whole backward passes only",
-            given=f"schedule={strategy.schedule}, which splits them",
+            "the cost model cannot predict a pipeline schedule that splits backward passes in two",
+            given=f"schedule={strategy.schedule}",
             expected=" or ".join(SCHEDULES),
             action="choose another schedule for the plan",
         )

@@ -116,28 +116,28 @@ def _check(t: Transformer, p: Degrees, profile: Profile | None) -> None:
     """Raises PlanError if the plan does not fit the model, or needs formulas where a profile is given."""
     if t.heads % p.tensor or t.hidden % p.tensor:
         raise PlanError(
-            "tensor-parallel ranks do not divide the heads",
+            "the tensor-parallel degree does not divide the number of attention heads or the width `hidden`",
             given=f"{p.tensor} ranks, {t.heads} heads, hidden={t.hidden}",
             expected="a divisor of heads and hidden",
             action="change tensor in the plan",
         )
     if p.experts > 1 and (t.experts % p.experts or p.replicas % p.experts or not t.experts):
         raise PlanError(
-            "expert-parallel ranks do not divide the experts, or the ranks with the same parameters",
+            "the expert-parallel degree does not divide the experts of a layer, or the ranks with the same parameters",
             given=f"{p.experts} ranks, {t.experts} experts, {p.replicas} ranks with the same parameters",
             expected="a divisor of a layer's experts and of data x context",
             action="change experts in the plan",
         )
     if t.sequence % p.context:
         raise PlanError(
-            "context-parallel ranks do not divide the sequence",
+            "the context-parallel degree does not divide the length of the sequence",
             given=f"{p.context} ranks, {t.sequence} tokens",
             expected=f"a divisor of {t.sequence}",
             action="change context in the plan",
         )
     if sum(p.stage_layers) not in (0, t.layers):
         raise PlanError(
-            "stage_layers do not add up to the model's layers",
+            "the numbers of layers in stage_layers do not add up to the model's layers",
             given=f"{sum(p.stage_layers)} layers",
             expected=f"{t.layers} layers",
             action="change stage_layers in the plan, or leave them out for equal stages",

@@ -280,7 +280,9 @@ def _complete(data: Any, names: tuple[str, ...]) -> Any:
     if base in names or not path.is_file():
         known = {one.stem: one for one in FOLDER.glob("*.yaml")}
         raise ClusterError(
-            "a stack's base is none of the package's stacks", given=base, **catalogue.suggest_nearest(str(base), known)
+            "the field `base` of a stack file names none of the software stacks that the package has",
+            given=base,
+            **catalogue.suggest_nearest(str(base), known),
         )
     text = yaml_files.read_text(path, KIND)
     fields = _complete(yaml_files.YamlFile(text, str(path), KIND).data, (*names, base))

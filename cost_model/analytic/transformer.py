@@ -148,7 +148,7 @@ class Transformer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         for name in ("shared_experts", "dense_layers", "expert_groups"):
             if getattr(self, name) and not self.experts:
                 raise PlanError(
-                    f"{name} are for models with experts",
+                    f"{name} can be given only for a model with experts (mixture of experts)",
                     given=f"{name}={getattr(self, name)}, experts=0",
                     action=f"give experts, or leave out {name}",
                 )
@@ -161,7 +161,7 @@ class Transformer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             )
         if self.window_period and not self.window:
             raise PlanError(
-                "window_period is for models with a window",
+                "window_period can be given only for a model with window (sliding-window attention)",
                 given=f"window_period={self.window_period}, window=0",
                 action="give window, the tokens that a token attends to, or leave out window_period",
             )

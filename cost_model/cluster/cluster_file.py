@@ -390,7 +390,7 @@ def _check_overridden(entry: DeviceEntry | NetworkEntry, file: yaml_files.YamlFi
         if name != "latency_us" and given > MOST_TIMES * there:
             raise file.make_error(
                 [*where, *name.split(".")],
-                f"the figure is more than {MOST_TIMES} times the catalogue's",
+                f"the figure is more than {MOST_TIMES} times that of the catalogue, so probably in another unit",
                 given=f"{given:g}",
                 expected=f"at most {MOST_TIMES * there:g}; the catalogue has {there:g} for {entry.type}",
                 action="give it in the unit that its name ends with",

@@ -296,7 +296,7 @@ class Measured:
         )
         if not known:
             raise ClusterError(
-                "the profile has no measurement of any operation like this one",
+                "the machine profile has no measurement of any operation, so the time of this one cannot be predicted",
                 given=node.op,
                 expected="the operations that `whale profile` measures",
                 action="measure again with `whale profile`, or the program's own with `whale profile SCRIPT`",
@@ -345,7 +345,7 @@ class Measured:
             through = f" through {what.through}" if what.through else ""
             set_to = f" with WHALE_COMMUNICATION_BACKEND={what.through}" if what.through else ""
             raise ClusterError(
-                "the profile has no measurement of such an exchange",
+                "the machine profile has no measurement of an exchange of this kind between ranks",
                 given=what.kind + through,
                 expected=", ".join(sorted(known)) or f"exchanges{through} between two ranks",
                 action=f"measure again with `whale profile`{set_to}",

@@ -116,7 +116,7 @@ class _Unroller:
         if node.op in LOOPS:
             self._loop(graph, node, given)
         elif node.op in BRANCHES and self.strict:
-            raise _NotFollowed(f"{node.op}: its condition depends on data")
+            raise _NotFollowed(f"the condition of {node.op} depends on data that are known only at run time")
         elif node.op in LISTS:
             graph.values[Ref(node.name)] = self._list(graph, node, given)
             graph.waited.setdefault(node.name, self._name_producers(graph.values[Ref(node.name)]))
@@ -137,7 +137,9 @@ class _Unroller:
         for ref in node.inputs:
             value = graph.values[ref]
             if isinstance(value, _List):
-                raise _NotFollowed(f"{node.op} takes a list of tensors")
+                raise _NotFollowed(
+                    f"{node.op} takes a list of tensors (TensorList), and can be unrolled only for tensors"
+                )
             operands.append(value)
         self._add(graph, node, operands)
         for k in range(len(node.outputs)):
@@ -171,7 +173,7 @@ class _Unroller:
     def _loop(self, graph: _Graph, node: Node, state: list[_Value]) -> None:
         condition, body = (find_function(node, key, self.program.functions) for key in ("cond", "body"))
         if condition is None or body is None:
-            raise _NotFollowed(f"{node.op}: the program lacks its body")
+            raise _NotFollowed(f"the program lacks the function that is the condition or the body of {node.op}")
         overlap = int(node.attrs.get("parallel_iterations", PARALLEL_TURNS)) or PARALLEL_TURNS
         before = tuple(name for control in node.controls for name in graph.waited[control]) + graph.after
         ends: list[tuple[str, ...]] = []
@@ -184,12 +186,16 @@ class _Unroller:
             test = asked.values[condition.outputs[0]]
             goes_on = self.known.get(test) if isinstance(test, Ref) else None
             if goes_on is None:
-                raise _NotFollowed(f"{node.op}: data decide how often it runs")
+                raise _NotFollowed(
+                    f"the number of iterations of {node.op} depends on data that are known only at run time"
+                )
             assert isinstance(test, Ref)
             if not goes_on:
                 break
             if len(self.nodes) > MOST_NODES:
-                raise _NotFollowed(f"{node.op}: more than {MOST_NODES} operations")
+                raise _NotFollowed(
+                    f"{node.op}, with all its iterations written out, has more than {MOST_NODES} operations"
+                )
             inside = self._inside(body, state, prefix, (test.node,))
             state = [inside.values[ref] for ref in body.outputs]
             ends.append(tuple(dict.fromkeys(one.node for one in state if isinstance(one, Ref))))
@@ -211,7 +217,7 @@ class _Unroller:
         """Replaces a sum of lists, or a list of zeros, by nodes for each item."""
         lists = [one for one in given if isinstance(one, _List)]
         if len(lists) < len(given) or len({len(one.items) for one in lists}) != 1:
-            raise _NotFollowed(f"{node.op} takes lists of unequal length")
+            raise _NotFollowed(f"{node.op} takes lists of tensors of unequal lengths")
         made: list[Ref | None] = []
         for i, items in enumerate(zip(*(one.items for one in lists))):
             found = [item for item in items if item is not None]
@@ -234,7 +240,7 @@ class _Unroller:
         if node.op == "TensorListFromTensor":
             return self._cut(graph, node, given[0])
         if not isinstance(given[0], _List):
-            raise _NotFollowed(f"{node.op}: the list is not made in this program")
+            raise _NotFollowed(f"{node.op} reads a list of tensors that this program does not create")
         items = given[0].items
         if node.op == "TensorListPushBack":
             return _List((*items, self._append_item(graph, node, given[1])))
@@ -255,32 +261,34 @@ class _Unroller:
             return self._element_shape(graph, node, items)
         if node.op == "TensorListStack" and items:
             return self._stack(graph, node, items)
-        raise _NotFollowed(f"{node.op}: the op cannot be unrolled in a loop")
+        raise _NotFollowed(f"{node.op}, an op on lists of tensors, cannot be unrolled")
 
     def _element_shape(self, graph: _Graph, node: Node, items: Sequence[Ref | None]) -> Ref:
         shapes = (self.types[one].shape for one in items if one is not None)
         shape = next((one for one in shapes if one is not None), None)
         if shape is None:
-            raise _NotFollowed(f"{node.op}: no item has a known shape")
+            raise _NotFollowed(f"{node.op} reads a list of which no item has a known shape")
         sizes = np.array([-1 if size is None else size for size in shape], node.outputs[0].dtype)
         return self._add(graph, make_const(node.name, sizes), ())
 
     def _number(self, node: Node, value: _Value) -> int:
         found = self.known.get(value) if isinstance(value, Ref) else None
         if found is None:
-            raise _NotFollowed(f"{node.op}: data decide the index or length")
+            raise _NotFollowed(
+                f"the index or length that {node.op} reads depends on data that are known only at run time"
+            )
         return found
 
     def _index(self, node: Node, value: _Value, items: Sequence[Ref | None]) -> int:
         at = self._number(node, value)
         if not 0 <= at < len(items):
-            raise _NotFollowed(f"{node.op}: index {at} of a list of {len(items)}")
+            raise _NotFollowed(f"{node.op} uses index {at} in a list of {len(items)} items")
         return at
 
     def _append_item(self, graph: _Graph, node: Node, item: _Value) -> Ref:
         """Adds a node for an item that is put into a list; its result shares the item's memory."""
         if isinstance(item, _List):
-            raise _NotFollowed(f"{node.op}: the item is a list itself")
+            raise _NotFollowed(f"{node.op} puts a list into a list")
         return self._move_item(graph, node, item)
 
     def _move_item(self, graph: _Graph, node: Node, item: Ref) -> Ref:
@@ -300,7 +308,7 @@ class _Unroller:
 
     def _cut(self, graph: _Graph, node: Node, whole: _Value) -> _List:
         if not isinstance(whole, Ref) or not self.types[whole].is_static or not self.types[whole].shape:
-            raise _NotFollowed(f"{node.op}: a tensor of unknown length")
+            raise _NotFollowed(f"{node.op} makes a list from a tensor whose shape is not fully known")
         t = self.types[whole]
         assert t.shape is not None and t.shape[0] is not None
         kind = TensorType(t.dtype, t.shape[1:])
@@ -328,7 +336,7 @@ class _Unroller:
 def _refuse(node: Node, reason: str) -> NoReturn:
     branch = node.op in BRANCHES
     raise PlanError(
-        "a branch has no predicted time and memory" if branch else "this loop has no predicted time and memory",
+        f"the cost model cannot predict the time and memory of this {'branch' if branch else 'loop'}",
         op=node.name,
         given=reason,
         expected="a program without branches"

@@ -197,7 +197,7 @@ def _plan_described(given: argparse.Namespace) -> int:
 
     if given.describe and given.profile:
         raise PlanError(
-            "a model is either described or measured",
+            "--describe and --profile cannot be given together: a model is either described or measured",
             given=f"--describe {given.describe} and --profile {given.profile}",
             action="leave one of the two options out",
         )
@@ -208,18 +208,21 @@ def _plan_described(given: argparse.Namespace) -> int:
     for option in ("rows", "deadline", "spend"):
         if getattr(given, option) is not None:
             raise PlanError(
-                f"--{option} chooses between offers",
+                f"--{option} chooses between the offers of a file, and no file of offers is given",
                 given=f"--{option} without --offers",
                 action=f"add --offers FILE, or leave --{option} out",
             )
     if given.fixed and given.planner != "whale":
         raise PlanError(
-            "the published planner cannot keep a choice fixed",
+            f"the planner {given.planner} cannot keep choices fixed, as --set asks",
             given=f"--set {given.fixed[0]} with --planner {given.planner}",
             action="leave out --set, or --planner",
         )
     if given.cluster is None:
-        raise PlanError("a described model needs a cluster", action="add --cluster FILE, or --cluster local")
+        raise PlanError(
+            "a described model can be planned only for a cluster, and none is given",
+            action="add --cluster FILE, or --cluster local",
+        )
     machines = read_named_cluster(given.cluster, given.network, cpu_quota())
     transformer, table, batch = _read_model(given)
     budget_s = given.budget or ask.find_budget_s(machines)
@@ -255,7 +258,10 @@ def _plan_captured(given: argparse.Namespace) -> int:
                 action=f"leave {option} out",
             )
     if given.cluster is None:
-        raise PlanError("a described model needs a cluster", action="add --cluster FILE, or --cluster local")
+        raise PlanError(
+            "a described model can be planned only for a cluster, and none is given",
+            action="add --cluster FILE, or --cluster local",
+        )
     with show_progress("planning each strategy") as end, hide_startup_lines(given.verbose):
         from whale.tools.plan_model import main
 
@@ -273,8 +279,9 @@ def _read_model(given: argparse.Namespace) -> tuple[Transformer | None, LayerPro
     batch = known[0] if known else None
     if batch is None:
         raise PlanError(
-            "the global batch is not known",
-            expected="rows of one step, over all ranks",
+            "the size of the global batch is not known",
+            given="neither --batch nor batch= in the model's description",
+            expected="the number of rows of one step, over all ranks",
             action="add --batch ROWS, or batch=ROWS to the description",
         )
     return transformer, table, batch

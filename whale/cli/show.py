@@ -124,7 +124,7 @@ def _analyze(given: argparse.Namespace, plan: PlanFile) -> int:
 
     if not plan.script:
         raise PlanError(
-            "the plan has no script that could run",
+            "the plan was not made from a script, so that no script can be run and measured",
             given=given.plan,
             expected="a plan that `whale plan -o FILE train.py` made",
             action="plan a script, or leave --analyze out: `whale show` prints the prediction",

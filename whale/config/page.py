@@ -22,7 +22,9 @@ def with_tables(page: str) -> str:
     """
     text, mark, _ = page.partition(BEGIN)
     if not mark:
-        raise ValueError(f"the page has no line {BEGIN}; add it where the tables are to begin")
+        raise ValueError(
+            f"the page of configuration keys lacks the line {BEGIN}; add this line where the tables are to begin"
+        )
     return text + mark + "\n" + tables()
 
 

@@ -102,7 +102,7 @@ def connect_between_hosts(
         if is_taken:
             _choose_algorithms_by(times, len(leaders), comm)
             if place.rank == 0:
-                log.debug(f"TCP carries what goes between hosts: {times}")
+                log.debug(f"messages between hosts go by TCP, for which was measured: {times}")
             return comm, door, addresses
     door.close()
     if comm is not None:
@@ -189,7 +189,7 @@ def _is_faster(by_tcp: LinkTimes, leaders: Sequence[int], by_mpi: Communicator) 
     """
     mpi = _time_exchanges(by_mpi, leaders)
     if by_mpi.rank == 0:
-        log.debug(f"between hosts: by TCP {by_tcp}; by MPI {mpi}")
+        log.debug(f"exchanges between hosts were measured: by TCP {by_tcp}; by MPI {mpi}")
     said = (b"1" if by_tcp.is_faster(mpi) else b"") if by_mpi.rank == 0 else None
     return bool(by_mpi.broadcast_bytes("whale/faster", said, 0, _EXCHANGE_S))
 

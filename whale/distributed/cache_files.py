@@ -66,7 +66,9 @@ class CacheFolder:
                 data = opened.read()
             if len(data) < _DIGEST or _compute_digest(data[_DIGEST:]) != data[:_DIGEST]:
                 self._remove(folder, name)
-                raise DamagedFileError(name)
+                raise DamagedFileError(
+                    f"the cached file {name} was damaged (its checksum is wrong), and has been removed"
+                )
             with contextlib.suppress(OSError):
                 os.utime(name, dir_fd=folder, follow_symlinks=False)
             return data[_DIGEST:]

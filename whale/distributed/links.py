@@ -65,7 +65,9 @@ def measure_links(comm: Communicator, topology: Topology) -> Topology:
     found = replace(topology, links=links, inside=slowest)
     if comm.rank == 0:
         for (one, other), link in sorted(links.items()):
-            log.debug(f"between {topology.names[one]} and {topology.names[other]}: {format_link(link)}")
+            log.debug(
+                f"the link between {topology.names[one]} and {topology.names[other]} was measured: {format_link(link)}"
+            )
     return found
 
 

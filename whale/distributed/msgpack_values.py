@@ -28,7 +28,9 @@ def pack(value: Any) -> bytes:
     try:
         return msgspec.msgpack.encode(_replace_values(value))
     except RecursionError:
-        raise ValueError("the value is nested too deeply, or contains itself") from None
+        raise ValueError(
+            "a value cannot be packed for other ranks: it is nested too deeply, or contains itself"
+        ) from None
 
 
 def unpack(data: bytes) -> Any:
@@ -40,7 +42,7 @@ def unpack(data: bytes) -> Any:
     try:
         return msgspec.msgpack.decode(data, ext_hook=_from_extension)
     except (RecursionError, TypeError, LookupError, OverflowError) as error:
-        raise ValueError(f"not a packed value: {error}") from error
+        raise ValueError(f"the bytes cannot be unpacked: they are not what `pack` has written ({error})") from error
 
 
 def _replace_values(value: Any) -> Any:
@@ -132,8 +134,8 @@ def _from_extension(code: int, data: memoryview) -> Any:
     if code in (_SCALAR, _ARRAY):
         name, shape, held = content
         if name not in _list_extended_dtypes() and not _DTYPE.fullmatch(name):
-            raise ValueError(f"not a packed value: elements of {name!r}")
+            raise ValueError(f"the bytes cannot be unpacked: they hold an array of the unknown dtype {name!r}")
         dtype = _list_extended_dtypes()[name] if name in _list_extended_dtypes() else np.dtype(name)
         whole = np.frombuffer(held, dtype).reshape(shape).copy()
         return whole[()] if code == _SCALAR else whole
-    raise ValueError(f"not a packed value: extension {code}")
+    raise ValueError(f"the bytes cannot be unpacked: they hold a value of the unknown msgpack extension type {code}")

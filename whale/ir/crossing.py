@@ -156,8 +156,8 @@ def _restrict_span(held: Span, p: Shard, coordinate: int) -> Span:
         return Span(p.blocks, p.run, first, count)
     if held.blocks != p.blocks or held.count != p.run:
         raise ValueError(
-            f"two mesh axes shard dimension {p.dim} in different runs, which no slice describes: {p} of {held}; "
-            "expected runs of one length"
+            f"two mesh axes split dimension {p.dim} into pieces of different lengths, so that what a rank holds is no "
+            f"slice of the tensor: {p} of {held}; expected pieces of one length"
         )
     return Span(held.blocks, held.run, held.first + first, count)
 

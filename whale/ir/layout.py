@@ -281,7 +281,9 @@ def find_identity(op: str, dtype: str) -> object:
     if op == "prod":
         return 1
     if op not in ("max", "min"):
-        raise ValueError(f"no identity for reduction {op!r}; known: {', '.join(REDUCTIONS)}")
+        raise ValueError(
+            f"the reduction {op!r} has no identity element; those that have one are {', '.join(REDUCTIONS)}"
+        )
     if dtype == "bool":
         return op == "min"
     if dtype.startswith(("int", "uint")):
@@ -319,7 +321,7 @@ def parse_placement(text: str) -> Placement:
     match = _PLACEMENT.fullmatch(text)
     if match is None:
         expected = "S(dim)[sizes], S(dim)[sizes]*blocks, S(dim)[sizes]+before+after, B, P(op), O, own[rows]"
-        raise ValueError(f"not a placement: {text!r}; expected {expected}")
+        raise ValueError(f"{text!r} is not a placement of a tensor over a mesh axis; expected {expected}")
     if match["rows"]:
         return PerRank(tuple(map(int, match["rows"].split(","))))
     if match["op"]:

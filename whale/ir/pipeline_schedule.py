@@ -346,7 +346,8 @@ def parse_schedule(text: str) -> Schedule:
             match = _PHASE.fullmatch(word)
             if match is None:
                 raise ValueError(
-                    f"not a phase: {word!r}; expected F, B or W and the micro-batch (F0), with a chunk F0.1"
+                    f"{word!r} is not a phase of a pipeline schedule; expected F, B or W and the number of the "
+                    "micro-batch (F0), with a chunk of layers F0.1"
                 )
             row.append(Phase(int(match[3] or 0), int(match[2]), PhaseKind[match[1]]))
         rows.append(row)

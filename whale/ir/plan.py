@@ -462,14 +462,14 @@ def record_from_text(data: bytes, kind: type[_Record]) -> _Record:
     try:
         head = msgspec.json.decode(data, type=_PlanHead)
     except (msgspec.DecodeError, RecursionError) as e:
-        raise ValueError(f"not a plan file: {e}; expected JSON written by `whale plan -o FILE`") from e
+        raise ValueError(f"the data are not a plan file: {e}; expected JSON that `whale plan -o FILE` wrote") from e
     if (head.kind, head.format_version.split(".")[0]) != (KIND, major := FORMAT_VERSION.split(".")[0]):
-        found = f"{head.kind!r}, format_version {head.format_version}"
-        raise ValueError(f"{found}; this build reads {KIND!r}, {major}.x: make it again with `whale plan`")
+        found = f"the file is of kind {head.kind!r} and format_version {head.format_version}"
+        raise ValueError(f"{found}; this version of Whale reads {KIND!r} of {major}.x: make it again with `whale plan`")
     try:
         return msgspec.json.decode(data, type=kind)
     except (ValueError, OverflowError, RecursionError) as e:
-        raise ValueError(f"not a plan file: {e}; expected what `whale plan -o FILE` wrote: make the plan again") from e
+        raise ValueError(f"the data are not a plan file: {e}; make the plan again with `whale plan -o FILE`") from e
 
 
 def plan_from_json(data: bytes) -> Plan:
@@ -481,14 +481,16 @@ def plan_from_json(data: bytes) -> Plan:
     try:
         return _decode(msgspec.json.decode(data, type=ProgramLayouts))
     except (ValueError, RecursionError) as e:
-        raise ValueError(f"not a plan: {e}; expected the JSON that Plan.to_json writes") from e
+        raise ValueError(f"the data are not a plan: {e}; expected the JSON that Plan.to_json writes") from e
 
 
 def _decode(f: ProgramLayouts) -> Plan:
     try:
         return _decode_plan(f)
     except (ValueError, IndexError, RecursionError) as e:
-        raise ValueError(f"not a plan: {e}; expected what `whale plan -o FILE` wrote: make the plan again") from e
+        raise ValueError(
+            f"the layouts of a plan cannot be read: {e}; make the plan again with `whale plan -o FILE`"
+        ) from e
 
 
 def strategy_of(plan: Plan) -> ParallelStrategy:

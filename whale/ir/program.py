@@ -291,7 +291,7 @@ def _refuse_cycle(before: Mapping[str, Iterable[str]]) -> None:
     except CycleError as error:
         cycle = list(reversed(error.args[1]))
         raise PlanError(
-            "operations would wait for each other",
+            "operations of the program would wait for each other in a cycle",
             op=" -> ".join(cycle[:6]) + (" ..." if len(cycle) > 6 else ""),
             expected="an order in which each comes after what it reads",
             action="turn off one feature of the step (an axis of the mesh, micro-batches or recompute), or give every "

@@ -100,7 +100,8 @@ def format_value(value: Any) -> str:
     if isinstance(value, tuple):
         return "[" + ", ".join(map(format_value, value)) + "]"
     raise TypeError(
-        f"not an attribute value: {value!r} ({type(value).__name__}); expected one of the types in whale.ir.values"
+        f"{value!r} ({type(value).__name__}) cannot be the value of a node's attribute; expected one of the types in "
+        "whale.ir.values"
     )
 
 
@@ -132,7 +133,8 @@ class _Reader:
         match = re.compile(r"\s*(" + pattern + ")").match(self.line, self.at)
         if match is None:
             raise ValueError(
-                f"cannot read {self.line!r} at column {self.at}: expected {pattern!r}, found {self.read_rest()[:30]!r}"
+                f"a line of a program's text cannot be read: {self.line!r} has {self.read_rest()[:30]!r} at column "
+                f"{self.at}, where {pattern!r} is expected"
             )
         self.at = match.end()
         return match.group(1)
@@ -213,7 +215,8 @@ class _Reader:
             value = Func(name, dict(self.read_list(self.read_pair, "}")))
         else:
             raise ValueError(
-                f"unknown kind of value {kind!r} in {self.line!r}; expected text that format_program writes"
+                f"a line of a program's text has an attribute of the unknown kind {kind!r}: {self.line!r}; expected "
+                "text that format_program writes"
             )
         self.take(r"\)")
         return value
@@ -272,7 +275,7 @@ def parse_program(text: str) -> Program:
             graphs.append((key, {"name": r.read_word(), "nodes": [], "inputs": [], "variables": []}))
             continue
         if not graphs:
-            raise ValueError(f"cannot read {line!r}: no line starts with `program` before it")
+            raise ValueError(f"a program's text cannot be read: no line starts with `program` before the line {line!r}")
         g = graphs[-1][1]
         word = r.read_word()
         if r.has("="):  # any name may be a node's, those of the other lines too
@@ -288,10 +291,13 @@ def parse_program(text: str) -> Program:
             g["effects"] = tuple(r.read_list(r.read_word, "")) if r.read_rest() else ()
         else:
             raise ValueError(
-                f"cannot read {line!r}: expected `input`, `variable`, `return`, `effects`, or `name = Op(...)`"
+                f"a line of a program's text cannot be read: {line!r}; expected `input`, `variable`, `return`, "
+                "`effects`, or `name = Op(...)`"
             )
     programs = {key: _make_program(g) for key, g in graphs}
     if None not in programs:
-        raise ValueError("no line starts with `program`; expected the text that format_program writes")
+        raise ValueError(
+            "a program's text cannot be read: no line starts with `program`; expected text that format_program writes"
+        )
     main = programs.pop(None)
     return main.replace_nodes(main.nodes, functions={k: p for k, p in programs.items() if k is not None})

@@ -97,16 +97,18 @@ def _verify_graph(
         name = node.name
         try:
             if name in types:
-                raise _BrokenProgramError("a second node of this name", "a unique name for each node")
+                raise _BrokenProgramError("the graph has an earlier node of this name", "a unique name for each node")
             for before, index in node.inputs:
                 found = types.get(before)
                 if found is None:
-                    raise _make_missing_error(body, before, f"reads {before}:{index}")
+                    raise _make_missing_error(body, before, f"the node reads {before}:{index}")
                 if not 0 <= index < len(found):
-                    raise _BrokenProgramError(f"reads {before}:{index}", f"one of the {len(found)} results of {before}")
+                    raise _BrokenProgramError(
+                        f"the node reads {before}:{index}", f"a number of one of the {len(found)} results of {before}"
+                    )
             for before in node.controls:
                 if before not in types:
-                    raise _make_missing_error(body, before, f"waits for {before}")
+                    raise _make_missing_error(body, before, f"the node waits for {before}")
             check = _CHECKS.get(node.op)
             if check is not None:
                 check(program, body, node, [types[n][i] for n, i in node.inputs])
@@ -118,7 +120,9 @@ def _verify_graph(
                     # Copies of one function share its keys: offload and micro-batches that differ make such copies.
                     if other != name:
                         shown = f"{where}/{other}" if where else other
-                        raise _BrokenProgramError(f"the key {key[1]}, which {shown} has", "a key of its own")
+                        raise _BrokenProgramError(
+                            f"the node has the key {key[1]}, which {shown} has too", "a key that no other node has"
+                        )
         except _BrokenProgramError as broken:
             op = f"{graph}/{name} ({node.op})" if graph else f"{name} ({node.op})"
             raise _make_error(after, op, broken.given, broken.expected) from None
@@ -130,8 +134,9 @@ def _verify_graph(
         for name in stay:
             if name not in kept:
                 op = f"{graph}/{name}" if graph else name
-                given = "it has side effects, and no output or effect of the program waits for it"
-                raise _make_error(after, f"{op} ({body.by_name[name].op})", given, "an effect of the program")
+                given = "the node has side effects, and no output or effect of the program waits for it"
+                expected = "a node that is an effect of the program, or that one of its outputs or effects waits for"
+                raise _make_error(after, f"{op} ({body.by_name[name].op})", given, expected)
 
 
 def _verify_ends(body: Program, types: Mapping[str, Sequence[TensorType]], where: str, after: str) -> None:
@@ -145,30 +150,34 @@ def _verify_ends(body: Program, types: Mapping[str, Sequence[TensorType]], where
     ):
         if len(names) != len(set(names)):
             twice = next(name for i, name in enumerate(names) if name in names[:i])
-            raise _make_error(after, where, f"the {what} {twice} twice", f"each {what} once")
+            raise _make_error(after, where, f"the graph lists the {what} {twice} twice", f"each {what} once")
         for name in names:
             if name not in types:
-                raise _make_error(after, where, f"the {what} {name}", "a node of that name")
+                raise _make_error(
+                    after, where, f"the graph lists the {what} {name}, and has no such node", "a node of that name"
+                )
     for name, index in body.outputs:
         if name not in types or not 0 <= index < len(types[name]):
-            raise _make_error(after, where, f"returns {name}:{index}", "a result of a node")
+            raise _make_error(
+                after, where, f"the graph returns {name}:{index}, which does not exist", "a result of a node"
+            )
 
 
 def _make_missing_error(body: Program, name: str, does: str) -> _BrokenProgramError:
     """Creates the error for a node that refers to the node ``name``, which does not come before it or does not exist.
 
     Args:
-      does: what the node does with it, for the message: "reads x:0" or "waits for x".
+      does: what the node does with it, for the message: "the node reads x:0" or "the node waits for x".
     """
     if name not in body.by_name:
-        return _BrokenProgramError(f"{does}, which is no node", "the name of a node of the same graph")
+        return _BrokenProgramError(f"{does}, and the graph has no such node", "the name of a node of the same graph")
     try:
         sort_nodes(body.by_name)
     except PlanError as cycle:
         return _BrokenProgramError(
-            f"{does}, in a cycle: {cycle.facts['op']}", "an order in which nodes come after what they read"
+            f"{does}, and is part of a cycle: {cycle.facts['op']}", "an order in which nodes come after what they read"
         )
-    return _BrokenProgramError(f"{does}, which comes later", "nodes after those that they read or wait for")
+    return _BrokenProgramError(f"{does}, which comes after the node", "nodes after those that they read or wait for")
 
 
 # -- types
@@ -180,8 +189,8 @@ def _verify_same_dtype(node: Node, types: Sequence[TensorType]) -> None:
         if dtype is None:
             dtype = t.dtype
         elif t.dtype != dtype:
-            given = f"{', '.join(map(str, types))} (operands, then results)"
-            raise _BrokenProgramError(given, f"{dtype}, the node's T, for all operands and results")
+            given = f"operands, then results, of the types {', '.join(map(str, types))}"
+            raise _BrokenProgramError(given, f"the dtype {dtype}, the node's attribute T, for all operands and results")
 
 
 def _is_compatible(one: TensorType, other: TensorType) -> bool:
@@ -203,7 +212,8 @@ def _expect(found: TensorType, expected: TensorType, what: str) -> None:
 def _require_one_result(node: Node, operands: Sequence[TensorType], least: int) -> TensorType:
     if len(node.outputs) != 1 or len(operands) < least:
         raise _BrokenProgramError(
-            f"{len(operands)} operands and {len(node.outputs)} results", f"at least {least} operands, and one result"
+            f"the node has {len(operands)} operands and {len(node.outputs)} results",
+            f"at least {least} operands, and one result",
         )
     return node.outputs[0]
 
@@ -211,13 +221,13 @@ def _require_one_result(node: Node, operands: Sequence[TensorType], least: int) 
 def _verify_const(program: Program, body: Program, node: Node, operands: list[TensorType]) -> None:
     value = node.attrs.get("value")
     if isinstance(value, Tensor):
-        _expect(_require_one_result(node, operands, 0), TensorType(value.dtype, value.shape), "its type is")
+        _expect(_require_one_result(node, operands, 0), TensorType(value.dtype, value.shape), "the node's result is")
 
 
 def _verify_unary(program: Program, body: Program, node: Node, operands: list[TensorType]) -> None:
     result = _require_one_result(node, operands, 1)
     _verify_same_dtype(node, [operands[0], result])
-    _expect(result, operands[0], "its result is")
+    _expect(result, operands[0], "the node's result is")
 
 
 def _verify_arithmetic(program: Program, body: Program, node: Node, operands: list[TensorType]) -> None:
@@ -229,9 +239,11 @@ def _verify_arithmetic(program: Program, body: Program, node: Node, operands: li
     dims = []
     for m, n in zip_longest(reversed(a), reversed(b), fillvalue=1):
         if m is not None and n is not None and 1 not in (m, n) and m != n:
-            raise _BrokenProgramError(f"operands {operands[0]} and {operands[1]}", "shapes that broadcast")
+            raise _BrokenProgramError(
+                f"the node has the operands {operands[0]} and {operands[1]}", "shapes that can be broadcast to one"
+            )
         dims.append(n if m == 1 else m if n == 1 else m if m is not None else n)
-    _expect(result, TensorType(result.dtype, tuple(reversed(dims))), "its result is")
+    _expect(result, TensorType(result.dtype, tuple(reversed(dims))), "the node's result is")
 
 
 def _verify_matmul(program: Program, body: Program, node: Node, operands: list[TensorType]) -> None:
@@ -246,12 +258,12 @@ def _verify_matmul(program: Program, body: Program, node: Node, operands: list[T
     also, columns = right[-2:][::-1] if second else right[-2:]
     if over is not None and also is not None and over != also:
         raise _BrokenProgramError(
-            f"operands {operands[0]} and {operands[1]}",
+            f"the node multiplies {operands[0]} by {operands[1]}",
             f"equal sizes of the dimensions that are summed over, not {over} and {also}",
         )
     if result.shape is not None:
         product = TensorType(result.dtype, (*result.shape[:-2], rows, columns))
-        _expect(result, product, "its result is")
+        _expect(result, product, "the node's result is")
 
 
 def _verify_reshape(program: Program, body: Program, node: Node, operands: list[TensorType]) -> None:
@@ -261,32 +273,39 @@ def _verify_reshape(program: Program, body: Program, node: Node, operands: list[
     if before is None or after is None or None in before or None in after:
         return
     if prod(map(int, before)) != prod(map(int, after)):  # type: ignore[arg-type]
-        raise _BrokenProgramError(f"{operands[0]} becomes {result}", "the same number of elements")
+        raise _BrokenProgramError(
+            f"the node reshapes {operands[0]} to {result}", "the same number of elements before and after"
+        )
 
 
 def _verify_cast(program: Program, body: Program, node: Node, operands: list[TensorType]) -> None:
     result = _require_one_result(node, operands, 1)
     for name, t in (("SrcT", operands[0]), ("DstT", result)):
         if node.attrs.get(name, t.dtype) != t.dtype:
-            raise _BrokenProgramError(f"{t} where the attribute {name} is {node.attrs[name]}", "the same dtype in both")
-    _expect(TensorType(result.dtype, operands[0].shape), result, "its operand is")
+            raise _BrokenProgramError(
+                f"the node casts from or to {t}, and its attribute {name} is {node.attrs[name]}",
+                "the same dtype in both",
+            )
+    _expect(TensorType(result.dtype, operands[0].shape), result, "the node's operand is")
 
 
 def _verify_read(program: Program, body: Program, node: Node, operands: list[TensorType]) -> None:
     variable = body.variable_of.get(node.inputs[0].node) if node.inputs else None
     result = _require_one_result(node, operands, 1)
     if node.attrs.get("dtype", result.dtype) != result.dtype:
-        raise _BrokenProgramError(f"its result is {result}", f"its attribute's type, {node.attrs['dtype']}")
+        raise _BrokenProgramError(
+            f"the node's result is {result}", f"the dtype of the node's attribute, {node.attrs['dtype']}"
+        )
     if variable is not None:
-        _expect(result, variable.type, "its result is")
+        _expect(result, variable.type, "the node's result is")
 
 
 def _verify_assign(program: Program, body: Program, node: Node, operands: list[TensorType]) -> None:
     variable = body.variable_of.get(node.inputs[0].node) if node.inputs else None
     if len(operands) < 2:
-        raise _BrokenProgramError(f"{len(operands)} operands", "a variable and a value")
+        raise _BrokenProgramError(f"the node has {len(operands)} operands", "a variable and a value")
     if variable is not None:
-        _expect(operands[1], variable.type, "the value is")
+        _expect(operands[1], variable.type, "the value that the node assigns is")
 
 
 def _verify_each_reduced(program: Program, body: Program, node: Node, operands: list[TensorType]) -> None:
@@ -296,10 +315,12 @@ def _verify_each_reduced(program: Program, body: Program, node: Node, operands: 
     """
     given = operands[1:]
     if len(given) != len(node.outputs):
-        raise _BrokenProgramError(f"{len(given)} tensors and {len(node.outputs)} results", "a result for each")
+        raise _BrokenProgramError(
+            f"the node takes {len(given)} tensors and has {len(node.outputs)} results", "a result for each tensor"
+        )
     for one, other in zip(given, node.outputs):
         if not _is_compatible(one, other) if "Scatter" not in node.op else one.dtype != other.dtype:
-            raise _BrokenProgramError(f"{one} becomes {other}", "a result of the operand's type")
+            raise _BrokenProgramError(f"the node makes {other} of {one}", "a result of the operand's type")
 
 
 def _verify_exchange(program: Program, body: Program, node: Node, operands: list[TensorType]) -> None:
@@ -310,19 +331,25 @@ def _verify_exchange(program: Program, body: Program, node: Node, operands: list
     if node.op == "WhaleAllGather" and node.attrs.get("sizes"):
         axis, sizes, given = int(node.attrs.get("axis", 0)), tuple(node.attrs["sizes"]), operands[-len(node.outputs) :]
         if len(given) != len(node.outputs):
-            raise _BrokenProgramError(f"{len(given)} tensors and {len(node.outputs)} results", "a result for each")
+            raise _BrokenProgramError(
+                f"the node takes {len(given)} tensors and has {len(node.outputs)} results", "a result for each tensor"
+            )
         for part, whole in zip(given, node.outputs):
             if part.shape is None or whole.shape is None:
                 continue
             if whole.shape[axis] not in (None, sum(sizes)) or part.shape[axis] not in (None, *sizes):
-                raise _BrokenProgramError(f"{part} becomes {whole}", f"parts {sizes} of dimension {axis} joined")
+                raise _BrokenProgramError(
+                    f"the node makes {whole} of its part {part}",
+                    f"parts whose sizes of dimension {axis} are {sizes}, and a result of their sum there",
+                )
 
 
 def _find_callee(program: Program, func: Func) -> Program:
     found = program.functions.get(func.name)
     if found is None:
         raise _BrokenProgramError(
-            f"runs the function {func.name}", f"a function of the program: {', '.join(program.functions)}"
+            f"the node calls the function {func.name}, which the program lacks",
+            f"a function of the program: {', '.join(program.functions) or 'it has none'}",
         )
     return found
 
@@ -335,10 +362,12 @@ def _verify_arguments(function: Program, given: Sequence[TensorType], returned: 
         ("returns", [function.find_type(ref) for ref in function.outputs], returned),
     ):
         if len(ours) != len(theirs):
-            raise _BrokenProgramError(f"{function.name} {what} {len(ours)} tensors", f"{len(theirs)}, as at the call")
+            raise _BrokenProgramError(
+                f"the function {function.name} {what} {len(ours)} tensors", f"{len(theirs)}, as the call does"
+            )
         for mine, one in zip(ours, theirs):
             if not _is_compatible(mine, one):
-                raise _BrokenProgramError(f"{function.name} {what} {mine}", f"{one}, as at the call")
+                raise _BrokenProgramError(f"the function {function.name} {what} {mine}", f"{one}, as the call does")
 
 
 def _verify_call(program: Program, body: Program, node: Node, operands: list[TensorType]) -> None:

@@ -239,7 +239,7 @@ def unpack(payload: bytes, message: type[_Message]) -> _Message:
     try:
         return msgspec.json.decode(payload, type=message)
     except RecursionError:  # deeply nested brackets in a field that the type does not have
-        raise ValueError("a message is nested too deeply") from None
+        raise ValueError("a message between a rank and the launcher is nested too deeply to be read") from None
 
 
 def pack(kind: FrameKind, payload: bytes | dict[str, Any]) -> bytes:
@@ -277,7 +277,10 @@ class Unpacker:
             kind = FrameKind(number)
             limit = self._limit_bytes if self._first_bytes is None else self._first_bytes
             if length > limit:
-                raise ValueError(f"a message of {length} bytes, of at most {limit}: the sender is no rank of this run")
+                raise ValueError(
+                    f"a message of {length} bytes arrived, and messages of ranks have at most {limit} bytes: the "
+                    "sender is no rank of this run"
+                )
             end = offset + _HEADER.size + length
             if len(self._buffer) < end:
                 break

@@ -82,14 +82,16 @@ def choose_run(process: int | None) -> Run:
     lines = "".join(f"\n    {run.process}  {_describe(run)}" for run in runs)
     if not chosen:
         raise ClusterError(
-            "no run of `whale run` is there" if process is None else "there is no such run",
+            "no run that `whale run` has started is running on this host"
+            if process is None
+            else "no run of this process number is running on this host",
             given=f"whale top{f' {process}' if process is not None else ''} on {socket.gethostname()}",
             running=lines or "none",
             expected="a run that this user has started on this host by `whale run` (not by mpirun or srun)",
             action="call `whale top` on the host on which `whale run` was started",
         )
     raise ClusterError(
-        "several runs are there, and `whale top` shows one",
+        "several runs are running on this host, and `whale top` shows one",
         running=lines,
         expected="the process number of one of them",
         action=f"whale top {chosen[0].process}",

@@ -96,7 +96,7 @@ def describe(text: str) -> tuple[Transformer, int | None]:
         if name not in (*names, "batch"):
             near = called[0] if called else find_similar(name, (*names, "batch", *SHORT))
             raise PlanError(
-                f"a {family} has no {name or 'field without a name'}",
+                f"the description of a {family} model has no field {name or 'without a name'}",
                 given=part,
                 expected=", ".join([*names, "batch"]),
                 action=f"write {near}={number.strip()}, if that is meant" if near else "leave the field out",
@@ -205,7 +205,9 @@ def limits(fixed: list[str], budget_s: float = BUDGET_S) -> Constraints:
     """
     if budget_s <= 0:
         raise PlanError(
-            "the search needs time", given=f"a budget of {budget_s:g} s", action="give a budget of more than 0 seconds"
+            "the search for a plan needs a budget of time above 0",
+            given=f"a budget of {budget_s:g} s",
+            action="give a budget of more than 0 seconds",
         )
     values: dict[str, int | str] = {}
     first: dict[str, str] = {}

@@ -76,7 +76,11 @@ def bound(plan: PlanFile, program: Program, settings: PlanSettings, path: str, b
             action="plan the model again: the file was edited, or made by another version",
         )
     for what, action in _unable(strategy, beside_host):
-        raise PlanError("a program cannot run under the plan", given=f"{path}: {what}", action=action)
+        raise PlanError(
+            "the script's program cannot run under the plan of a described model",
+            given=f"{path}: {what}",
+            action=action,
+        )
     firsts = [*_first_weights(plan, program, path), len(chain(program))]
     _compare_rows(plan, program, settings, path)
     ranks = ranks_of(strategy, plan.machines)
@@ -103,7 +107,7 @@ def _with_expert_ranks(plan: PlanFile, program: Program, path: str) -> ParallelS
     ways = {strategy.expert_ranks or count_expert_ranks(t.experts, stage.replicas) for stage in strategy.stages}
     if len(ways) > 1:
         raise PlanError(
-            "a program cannot run under the plan",
+            "the script's program cannot run under the plan of a described model",
             given=f"{path}: expert-parallel degrees {' and '.join(map(str, sorted(ways)))} in different stages",
             expected="one degree in all stages",
             action="plan with --set experts=N",

@@ -88,7 +88,9 @@ def with_choice(planned: Planned, one: WhatIf) -> Planned:
     for handle in sorted(weights):
         weight = program.variable_of[handle]
         if max(size or 0 for size in weight.type.shape or (0,)) < one.ways:
-            raise _Infeasible(f"{weight.name} of shape {list(weight.type.shape or ())} has no {one.ways} parts")
+            raise _Infeasible(
+                f"{weight.name} of shape {list(weight.type.shape or ())} cannot be divided into {one.ways} parts"
+            )
     readers = {n.name for handle in weights for n, _ in program.consumers.get(Ref(handle), ())}
     inside = meant | weights | readers
     if one.ways == 1:

@@ -99,7 +99,7 @@ class View:
         more = len(shape) - len(self.shape)
         own = (1,) * more + self.shape
         if more < 0 or any(a not in (1, b) for a, b in zip(own, shape)):
-            raise NotFollowed(f"the shape {self.shape} does not broadcast to {shape}")
+            raise NotFollowed(f"a tensor of shape {self.shape} cannot be broadcast to the shape {shape}")
         strides = (0,) * more + self.strides
         return replace(self, shape=shape, strides=tuple([s if a == b else 0 for s, a, b in zip(strides, own, shape)]))
 
@@ -198,7 +198,9 @@ class TurnCode:
         if ref not in self.views:
             found = self.find_view(ref)
             if found is None:
-                raise NotFollowed(f"{self.body.by_name[ref.node].op}: not computed in this loop")
+                raise NotFollowed(
+                    f"the loop reads a result of {self.body.by_name[ref.node].op} that no iteration computes"
+                )
             self.views[ref] = found
         return self.views[ref]
 
@@ -223,7 +225,7 @@ class TurnCode:
         """
         shape = require_static_shape(node.outputs[0])
         if 0 in shape:
-            raise NotFollowed("a tensor of the iteration has no elements")
+            raise NotFollowed("an iteration of the loop computes a tensor without elements")
         if node.op in _VIEWS or node.op in IDENTITIES or (node.op == "Cast" and to is None):
             for i, view in enumerate(self._views_of(node)):
                 self.views[Ref(node.name, i)] = view
@@ -243,7 +245,7 @@ class TurnCode:
         if op in ("ZerosLike", "Fill"):
             value = self.body.const(node.inputs[1]) if op == "Fill" else np.zeros(())
             if value is None:
-                raise NotFollowed("Fill: its value is not constant")
+                raise NotFollowed("the value of a Fill in the loop is not constant")
             return self.add("Copy", to, make_number(float(value)))
         if op in ("StridedSliceGrad", "Pad"):
             return self._fill_around(node, to)
@@ -266,19 +268,21 @@ class TurnCode:
         else:
             code = _UNARY.get(op) or _BINARY.get(op) or ""
         if not code:
-            raise NotFollowed(f"{op}: WhaleLoop has no instruction for this op")
+            raise NotFollowed(f"WhaleLoop has no instruction for the op {op}")
         return self.add(code, to, *[one if one.buffer == NUMBER else one.broadcast(shape) for one in operands])
 
     def _multiply(self, node: Node, to: View) -> View:
         left, right = (self.view(ref) for ref in node.inputs)
         if NUMBER in (left.buffer, right.buffer):
-            raise NotFollowed("MatMul: an operand is a constant number")
+            raise NotFollowed(
+                "an operand of a MatMul in the loop is a constant number, and WhaleLoop multiplies only tensors"
+            )
         if node.attrs.get("transpose_a"):
             left = _transposed(left)
         if node.attrs.get("transpose_b"):
             right = _transposed(right)
         if left.shape[0] > MOST_ROWS and left.shape[0] * prod(right.shape) > MOST_PRODUCTS:
-            raise NotFollowed("a matrix product so large that WhaleLoop would save nothing")
+            raise NotFollowed("the loop has a matrix product so large that WhaleLoop would save no time")
         return self.add("MatMul", to, left, right, summed=left.shape[1])
 
     def _join(self, node: Node, to: View) -> View:
@@ -288,13 +292,15 @@ class TurnCode:
         else:
             found = self.body.const(node.inputs[-1])
             if found is None:
-                raise NotFollowed("ConcatV2: its axis is not constant")
+                raise NotFollowed("the axis of a ConcatV2 in the loop is not constant")
             axis = int(found) % len(to.shape)
             parts = [self.view(ref) for ref in node.inputs[:-1]]
         at = 0
         for part in parts:
             if part.buffer == NUMBER:
-                raise NotFollowed(f"{node.op}: an operand is a constant number")
+                raise NotFollowed(
+                    f"an operand of {node.op} in the loop is a constant number, and WhaleLoop joins only tensors"
+                )
             sizes = tuple([n if i != axis else part.shape[axis] for i, n in enumerate(to.shape)])
             self.add("Copy", replace(to, shape=sizes, first=to.first + at * to.strides[axis]), part)
             at += part.shape[axis]
@@ -312,7 +318,9 @@ class TurnCode:
             given = self.view(node.inputs[4])
             part = self._strided(node, to, given.shape)
         if part.strides and part.strides[-1] not in (0, 1):
-            raise NotFollowed(f"{node.op}: the columns of an operand are not contiguous in the result")
+            raise NotFollowed(
+                f"{node.op} would write the last dimension of its operand to a result that is not contiguous there"
+            )
         self.add("Copy", to, make_number(0.0))
         self.add("Copy", part, given)
         return to
@@ -322,12 +330,12 @@ class TurnCode:
         rank = len(given.shape)
         if node.op == "BiasAddGrad":
             if node.attrs.get("data_format", "NHWC") != "NHWC":
-                raise NotFollowed("BiasAddGrad: channels first (NCHW) is not supported")
+                raise NotFollowed("WhaleLoop does not support a BiasAddGrad with channels first (NCHW)")
             axes = list(range(rank - 1))
         else:
             found = self.body.const(node.inputs[1])
             if found is None:
-                raise NotFollowed(f"{node.op}: its axes are not constant")
+                raise NotFollowed(f"the axes of {node.op} in the loop are not constant")
             axes = sorted({int(axis) % rank for axis in found.reshape(-1)}) if rank else []
         wide = [i for i in axes if given.shape[i] != 1]
         rest = [i for i in range(rank) if given.shape[i] != 1 and i not in wide]
@@ -343,7 +351,7 @@ class TurnCode:
             flat = self._flat(given)
             op, target = "SumRows", replace(to, shape=(1, columns), strides=(columns, 1))
         else:
-            raise NotFollowed(f"{node.op} over dimensions {axes} of {given.shape}")
+            raise NotFollowed(f"WhaleLoop cannot compute {node.op} over dimensions {axes} of the shape {given.shape}")
         matrix = replace(flat, shape=(rows, columns), strides=(columns, 1))
         self.add(op, target, matrix, shape=(rows, columns))
         return self.add("Mul", to, to, make_number(1.0 / count)) if node.op == "Mean" else to
@@ -353,7 +361,9 @@ class TurnCode:
         temporary, and returns that.
         """
         if view.buffer == NUMBER:
-            raise NotFollowed("a constant number where a tensor is needed")
+            raise NotFollowed(
+                "an operand of a sum or reshape in the loop is a constant number, and WhaleLoop needs a tensor there"
+            )
         return view if view.is_dense else self.add("Copy", self.new(view.shape), view)
 
     def _views_of(self, node: Node) -> list[View]:
@@ -403,7 +413,9 @@ class TurnCode:
         begin, _, step = (self._constant(node, i) for i in (1, 2, 3))
         attrs = node.attrs
         if attrs.get("ellipsis_mask") or attrs.get("new_axis_mask") or any(int(i) < 1 for i in step):
-            raise NotFollowed("StridedSlice: an ellipsis, a new axis or a step below 1 is not supported")
+            raise NotFollowed(
+                "WhaleLoop does not support a StridedSlice with an ellipsis, a new axis or a step below 1"
+            )
         first, strides = given.first, []
         for i, (size, stride) in enumerate(zip(given.shape, given.strides)):
             if i >= len(begin):
@@ -419,7 +431,7 @@ class TurnCode:
     def _constant(self, node: Node, operand: int) -> np.ndarray:
         found = self.body.const(node.inputs[operand])
         if found is None:
-            raise NotFollowed(f"{node.op}: its bounds or axes are not constant")
+            raise NotFollowed(f"the bounds or axes of {node.op} in the loop are not constant")
         return np.asarray(found)
 
     def finish(self) -> tuple[tuple[str, ...], int, int]:

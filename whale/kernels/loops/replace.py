@@ -195,7 +195,7 @@ class _Replacement:
 
     def _items(self, ref: Ref) -> Items:
         if ref not in self.lists:
-            raise NotFollowed("a list whose items are unknown")
+            raise NotFollowed("the items of a list of tensors that the graph reads are unknown")
         return self.lists[ref]
 
     def _settle(self, ref: Ref) -> Items:

@@ -344,7 +344,7 @@ class LoopRewrite:
         if kind is _Kind.SLICE:
             return self.items_of(ref)[turn]
         if kind is _Kind.OTHER:
-            raise NotFollowed("a list contains lists or counters of the loop")
+            raise NotFollowed("a list of tensors contains lists or counters of the loop")
         return Row(self.find_stacked(ref), turn)
 
     def find_stacked(self, ref: Ref) -> Ref:
@@ -373,7 +373,9 @@ class LoopRewrite:
             raise NotFollowed("a counter of the loop is needed as a tensor of all iterations")
         t = self.body.find_type(ref)
         if not t.is_static or t.dtype not in (*_DTYPES, "bool"):
-            raise NotFollowed(f"iterations yield {t}, which cannot be stacked")
+            raise NotFollowed(
+                f"the iterations yield a tensor {t}, whose shape is unknown or whose dtype WhaleLoop cannot stack"
+            )
         number = self.stacked.setdefault(ref, len(self.stacked))
         result = Ref(self.name, -1 - number)  # a placeholder: result numbers are known once all states are
         self.g.types[result] = TensorType(self.find_dtype(), (self.turns.count, *require_static_shape(t)))
@@ -394,7 +396,10 @@ class LoopRewrite:
         types = [self.body.find_type(ref) for ref in self.kinds if self.kinds[ref] in (_Kind.TURN, _Kind.EARLY)]
         found = {t.dtype for t in types} & {*_DTYPES, "float16", "bfloat16"}
         if len(found) != 1 or not found <= set(_DTYPES):
-            raise NotFollowed(f"iterations compute in {', '.join(sorted(found))}, not in float32 or float64 alone")
+            raise NotFollowed(
+                f"the iterations compute in {', '.join(sorted(found)) or 'no floats'}, "
+                "and WhaleLoop only in float32 or only in float64"
+            )
         return found.pop()
 
     def _need_ancestors(self, ref: Ref) -> None:
@@ -531,7 +536,9 @@ class LoopRewrite:
             ref = find_root(body, ref)
             t, kind = body.find_type(ref), self.kinds[ref]
             if t.dtype not in (dtype, "bool") or not t.is_static:
-                raise NotFollowed(f"a tensor {t} in a loop that computes in {dtype}")
+                raise NotFollowed(
+                    f"the loop computes in {dtype}, and reads a tensor {t} of another dtype or of unknown shape"
+                )
             if kind is _Kind.SAME:
                 given = self.find_same(ref)
                 value = body.const(ref)
@@ -607,7 +614,7 @@ class LoopRewrite:
             if node.name not in needed:
                 continue
             if node.op not in SUPPORTED:
-                raise NotFollowed(f"{node.op}: WhaleLoop has no instruction for this op")
+                raise NotFollowed(f"WhaleLoop has no instruction for the op {node.op}")
             code.compute(node, places.get(Ref(node.name)) if len(node.outputs) == 1 else None)
         ends = [(ref, places[ref]) for ref in self.stacked]
         ends += [(ref, make_view(NEXT, self.states.index(i), body.find_type(ref))) for i, ref in goals.items()]

@@ -169,11 +169,13 @@ class GraphNodes:
                 part = self.rows(first.ref, min(first.number, last.number), len(run))
                 parts.append(self.reverse(part) if last.number < first.number else part)
             else:
-                raise NotFollowed("the items of a list are no tensors of the graph")
+                raise NotFollowed(
+                    "the items of a list that is to be stacked are not tensors of the graph outside of the loop"
+                )
         if len(parts) == 1:
             return parts[0]
         if not parts:
-            raise NotFollowed("a list without items is stacked, and the type of items is unknown")
+            raise NotFollowed("a list without items is to be stacked, and the type of its items is unknown")
         axis = self.const(np.array(0, np.int32))
         attrs = {"T": DType(kind.dtype), "N": len(parts), "Tidx": DType("int32")}
         return self.add("ConcatV2", (*parts, axis), kind.dtype, (len(items), *shape), **attrs)
@@ -185,7 +187,7 @@ class GraphNodes:
                 return TensorType(t.dtype, require_static_shape(t)[1:])
             if isinstance(item, Whole):
                 return self.type_of(item.ref)
-        raise NotFollowed("the shape of the items of a list is unknown")
+        raise NotFollowed("the shape of the items of a list that is to be stacked is unknown")
 
 
 def _find_runs(items: Items) -> list[list[Item]]:

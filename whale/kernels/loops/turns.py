@@ -120,18 +120,18 @@ def change_list(
 
     def list_of(ref: Ref) -> Items:
         if ref not in lists:
-            raise NotFollowed(f"{node.op}: the items of its list are unknown")
+            raise NotFollowed(f"the items of the list that {node.op} reads are unknown")
         return lists[ref]
 
     def number_of(ref: Ref) -> int:
         if ref not in numbers:
-            raise NotFollowed(f"{node.op}: the index or length is not a known integer")
+            raise NotFollowed(f"the index or length that {node.op} reads is not a known integer")
         return numbers[ref]
 
     def place(items: Items) -> int:
         at = number_of(node.inputs[1])
         if not 0 <= at < len(items):
-            raise NotFollowed(f"{node.op}: index {at} is outside of a list of {len(items)} items")
+            raise NotFollowed(f"{node.op} uses index {at}, which is outside of its list of {len(items)} items")
         return at
 
     op = node.op
@@ -142,7 +142,7 @@ def change_list(
     if op == "TensorListFromTensor":
         shape = graph.find_type(node.inputs[0]).shape
         if not shape or shape[0] is None:
-            raise NotFollowed(f"{op}: the length of the list is unknown")
+            raise NotFollowed(f"the length of the list that {op} creates is unknown")
         return tuple([Row(find_root(graph, node.inputs[0]), i) for i in range(shape[0])]), None
     if op in IDENTITIES:
         return list_of(node.inputs[0]), None
@@ -165,7 +165,7 @@ def change_list(
         return (items + (ZEROS,) * length)[:length], None
     if op == "TensorListLength":
         return None, len(items)
-    raise NotFollowed(f"{op}: an operation on lists that is not supported")
+    raise NotFollowed(f"WhaleLoop does not support {op}, an operation on lists of tensors")
 
 
 def _add_lists(lists: Sequence[Items]) -> Items:
@@ -175,12 +175,12 @@ def _add_lists(lists: Sequence[Items]) -> Items:
       NotFollowed: the lists have unequal lengths, or two of them have an item that is not zero at the same index.
     """
     if len({len(one) for one in lists}) != 1:
-        raise NotFollowed("lists of unequal lengths are added")
+        raise NotFollowed("AddN adds lists of tensors of unequal lengths")
     found: list[Item] = []
     for items in zip(*lists):
         given = [item for item in items if item != ZEROS]
         if len(given) > 1:
-            raise NotFollowed("lists are added that have items at the same index")
+            raise NotFollowed("AddN adds lists of tensors of which two have an item at the same index")
         found.append(given[0] if given else ZEROS)
     return tuple(found)
 

@@ -43,7 +43,7 @@ class EventFiles:
         try:
             os.makedirs(folder, exist_ok=True)
             if not os.access(folder, os.W_OK):
-                raise PermissionError("no permission")
+                raise PermissionError("no permission to write in this folder")
         except OSError as error:
             raise ClusterError(
                 "TensorBoard's files cannot be written",

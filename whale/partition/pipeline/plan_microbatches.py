@@ -417,7 +417,7 @@ def _second_round(node: Node, given: str, parts: int) -> AcrossMicroBatchesError
     return AcrossMicroBatchesError(
         "a value of all micro-batches is needed before the last one is finished",
         op=f"{node.name} ({node.op})",
-        given=f"{parts} micro-batches; it {given}",
+        given=f"{parts} micro-batches; the operation {given}",
         expected="until the gradients are summed, values that each micro-batch computes by itself",
         action="set pipeline.micro_batches=1; if it is a batch statistic that each micro-batch may take of its own "
         "rows, set batch.norm_statistics=micro-batch",

@@ -103,7 +103,9 @@ class GraphState:
         source, t = self.layout.produced[ref], self.program.find_type(ref)
         if source in (wanted, FIRST) or t.dtype not in UNMOVABLE or ref in self.remakable:
             return
-        raise NeededWhole({(self.name, ref), *also}, reader, f"{ref} is {t}, laid out {source}")
+        raise NeededWhole(
+            {(self.name, ref), *also}, reader, f"the operation reads {ref} ({t}), which lies in the placement {source}"
+        )
 
     def on_first_rank(self, node: Node, why: str) -> Strategy:
         """Returns the strategy of a node that runs on the first rank only.

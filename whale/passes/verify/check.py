@@ -92,7 +92,9 @@ def _check_graph(root: Program, program: Program, graph: str, arguments: Sequenc
     for node in program.nodes:
         strategy = strategies.get(node.name)
         if strategy is None:
-            raise _fail(node, "no strategy", "a strategy for every node of the program")
+            raise _fail(
+                node, "a plan without a strategy for this operation", "a strategy for every node of the program"
+            )
         if len(strategy.inputs) != len(node.inputs) or len(strategy.outputs) != len(node.outputs):
             raise _fail(node, strategy, f"placements of {len(node.inputs)} operands and {len(node.outputs)} outputs")
         handle = node.name in handles
@@ -138,7 +140,7 @@ def _check_variable(variable: Variable, node: Node, placement: Placement, parts:
     fits = isinstance(placement, Shard) and placement.dim < len(shape) and shape[placement.dim] == placement.extent
     if not fits or len(placement.sizes) != parts or placement.smallest < 0:  # type: ignore[union-attr]
         expected = f"B (replicated), or a split of one of its dimensions into {parts} parts that add up to its size"
-        raise _fail(node, f"variable {variable.name} {variable.type} laid out {placement}", expected)
+        raise _fail(node, f"the variable {variable.name} ({variable.type}) in the placement {placement}", expected)
 
 
 def _check_bodies(root: Program, node: Node, strategy: Strategy, plan: Plan) -> None:
@@ -150,8 +152,8 @@ def _check_bodies(root: Program, node: Node, strategy: Strategy, plan: Plan) -> 
         _check_graph(root, root.functions[name], name, arguments, plan)
         expected = (B,) if loop and name == functions[0] else strategy.outputs
         if plan.returned[name] != expected:
-            given = f"its function {name} returns {' '.join(map(str, plan.returned[name]))}"
-            raise _fail(node, given, f"results placed {' '.join(map(str, expected))}")
+            given = f"the function {name}, which the operation calls, returns {' '.join(map(str, plan.returned[name]))}"
+            raise _fail(node, given, f"results in the placements {' '.join(map(str, expected))}")
 
 
 def _check_sizes(program: Program, node: Node, ref: Ref, placement: Placement, parts: int) -> None:
@@ -162,14 +164,14 @@ def _check_sizes(program: Program, node: Node, ref: Ref, placement: Placement, p
         return
     t = program.find_type(ref)
     if len(placement.sizes) != parts or placement.smallest < 0:
-        raise _fail(node, f"{ref} laid out {placement}", f"{parts} sizes (one for each rank), none below 0")
+        raise _fail(node, f"{ref} in the placement {placement}", f"{parts} sizes (one for each rank), none below 0")
     if t.dtype in UNMOVABLE:
         return
     # A size that TensorFlow does not know is known from the placement: rules hand it on from operands to results.
     if t.shape is not None and (
         placement.dim >= len(t.shape) or t.shape[placement.dim] not in (None, placement.extent)
     ):
-        raise _fail(node, f"{ref} {t} laid out {placement}", "sizes that add up to a dimension of the tensor")
+        raise _fail(node, f"{ref} ({t}) in the placement {placement}", "sizes that add up to a dimension of the tensor")
 
 
 def _check_available(program: Program, graph: str, node: Node, ref: Ref, wanted: Placement,
@@ -183,7 +185,11 @@ def _check_available(program: Program, graph: str, node: Node, ref: Ref, wanted:
         _check_sizes(program, node, ref, wanted, plan.size)
         r = plan.reshard_of.get((graph, ref, wanted))
         if r is None:
-            raise _fail(node, f"operand {ref} is {produced[ref]}", f"{wanted}, or a reshard to it")
+            raise _fail(
+                node,
+                f"the operand {ref}, which is produced in the placement {produced[ref]}",
+                f"the placement {wanted}, or a reshard of the operand to it",
+            )
         if (
             program.find_type(ref).dtype in UNMOVABLE
             and wanted != FIRST
@@ -207,7 +213,7 @@ def _check_reshards(program: Program, plan: Plan) -> None:
                 "the plan reshards a tensor that the program lacks",
                 action=_AGAIN,
                 given=f"tensor {r.ref} of {r.graph or program.name}",
-                expected="an output of one of its nodes",
+                expected="an output of a node of that program or function",
             )
         if r.key in keys:
             raise _fail(node, f"two reshards with the key {r.key!r}", "keys that are unique")
@@ -220,10 +226,12 @@ def _check_reshards(program: Program, plan: Plan) -> None:
             given = f"a reshard of {r.ref} from {r.source} to {r.target}"
             raise _fail(node, given, f"two reshards: to replicated (B), and from that to {r.target}")
         if r.backend != "whale" and not (r.backend == "horovod" and horovod_can(program, r)):
-            given = f"{r.ref} from {r.source} to {r.target} through the backend {r.backend!r}"
-            raise _fail(node, given, "'whale', or 'horovod' for an all-reduce sum that is not in a loop or branch")
+            given = f"a reshard of {r.ref} from {r.source} to {r.target} through the backend {r.backend!r}"
+            raise _fail(
+                node, given, "the backend 'whale', or 'horovod' for an all-reduce sum that is not in a loop or branch"
+            )
         if r.wire_dtype and not can_narrow(program, r):
-            given = f"{r.ref} from {r.source} to {r.target}, sent as {r.wire_dtype}"
+            given = f"a reshard of {r.ref} from {r.source} to {r.target}, sent as {r.wire_dtype}"
             raise _fail(node, given, "the tensor's own dtype; only float32 sums outside of loops are sent in another")
         ring = body.by_name.get(r.key)
         if r.source == r.target and ring is not None and ring.op in RINGS:
@@ -231,7 +239,11 @@ def _check_reshards(program: Program, plan: Plan) -> None:
         else:
             moved = reshard_bytes(r, node.outputs[r.ref.index], plan.size)
         if r.bytes != moved:
-            raise _fail(node, f"{r.bytes} bytes moved by {r.ref} from {r.source} to {r.target}", f"{moved} bytes")
+            raise _fail(
+                node,
+                f"a reshard of {r.ref} from {r.source} to {r.target} that moves {r.bytes} bytes",
+                f"one that moves {moved} bytes",
+            )
 
 
 def _check_contributed(program: Program, graph: str, node: Node, plan: Plan) -> None:
@@ -311,7 +323,11 @@ def _check_strategy(program: Program, node: Node, strategy: Strategy, plan: Plan
         if not all(p == FIRST for p in strategy.outputs) or not all(p in (B, FIRST) for p in strategy.inputs):
             raise _fail(node, strategy, "results on the first rank only (O), and operands replicated (B) or likewise O")
         if node.stateful and FIRST not in strategy.inputs and _runs_everywhere(program, node, strategy, parts):
-            raise _fail(node, f"{strategy}, on the first rank only", "on every rank: what it changes is on all of them")
+            raise _fail(
+                node,
+                f"{strategy}, on the first rank only",
+                "a run on every rank: what the operation changes is on all of them",
+            )
         return
     if is_list_op(node):
         if len(set(strategy.inputs + strategy.outputs)) > 1:
@@ -322,7 +338,9 @@ def _check_strategy(program: Program, node: Node, strategy: Strategy, plan: Plan
         # Along the axis of micro-batches a replicated node runs once, before or after the micro-batches.
         everywhere = node.marks.on_every_rank or plan.microbatched
         if node.stateful and not everywhere and not has_variable_handle(program, node):
-            raise _fail(node, strategy, "on the first rank only (O), since the op is stateful and has no sharding rule")
+            raise _fail(
+                node, strategy, "a run on the first rank only (O), since the op is stateful and has no sharding rule"
+            )
         return
     if rule is None:
         raise _fail(node, strategy, "replicated (B) for all operands and results: the op has no sharding rule")
@@ -335,7 +353,7 @@ def _check_strategy(program: Program, node: Node, strategy: Strategy, plan: Plan
         options = [found for o in options if (found := adapt_to_per_rank(o, strategy.inputs))]
         options += [moments] if moments else []
     if not any(o.inputs == strategy.inputs and o.outputs == strategy.outputs for o in options):
-        raise _fail(node, strategy, "; ".join(map(str, options)) or "on the first rank only (O)")
+        raise _fail(node, strategy, "; ".join(map(str, options)) or "a run on the first rank only (O)")
 
 
 def _runs_everywhere(program: Program, node: Node, strategy: Strategy, parts: int) -> bool:

@@ -55,9 +55,10 @@ def nothing_fits(searches: Sequence[Search], limits: Constraints, fits: Fits) ->
     nearest = _nearest(searches)
     if nearest is None:
         return PlanError(
-            "no strategy satisfies the constraints",
+            "no parallel strategy satisfies the constraints",
             given=f"{model.name}, a global batch of {first.batch // first.context} rows, {machines.devices} devices",
-            reason="no replicas x micro-batches x rows make up the batch with the choices fixed and the sizes measured",
+            reason="the batch is not replicas x micro-batches x rows for any values that the fixed choices and the "
+            "measured sizes allow",
             action=_find_freed(model, machines, limits, fits)
             or "change the global batch, or with --profile measure more micro-batch sizes",
         )
@@ -83,7 +84,7 @@ def nothing_fits(searches: Sequence[Search], limits: Constraints, fits: Fits) ->
         needs = f"offloads more than the memory of host {pool.host.name} holds"
     proposed = [change.text for change in changes(model, machines, limits, pool, fits)]
     return PlanError(
-        "nothing fits into the devices' memory",
+        "no parallel strategy of the model fits into the devices' memory",
         given=f"{model.name} on {machines.devices} devices of {machines.cluster.name}",
         nearest=f"{strategy.format_summary()}: stage {stage} {needs}; it lacks {format_bytes(found.lacking_bytes)}",
         binds=f"{most}, {format_bytes(held[most])}" if on_device else "the hosts' memory",

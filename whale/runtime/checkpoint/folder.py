@@ -74,7 +74,7 @@ class CheckpointFolder:
         try:
             state = text_format.Parse(read_text(path, _STATE_CHARACTERS), CheckpointState())
             if not state.model_checkpoint_path:
-                raise ValueError("it names no checkpoint")
+                raise ValueError("the file names no checkpoint")
         except tf.errors.NotFoundError:
             self._take_files(f"{path} is missing")
         except (ValueError, RecursionError, text_format.ParseError) as error:

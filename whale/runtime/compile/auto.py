@@ -125,7 +125,7 @@ def _as_described(
     plan, path = described
     strategy = bound(plan, program, settings, path, has_compute_device())
     if context.rank == 0:
-        log.info(f"{strategy.name}, predicted {1e3 * plan.step_s:.4g} ms a step")
+        log.info(f"the step is divided {strategy.name}; a step is predicted to take {1e3 * plan.step_s:.4g} ms")
     return ChosenStrategy(strategy, plan.step_s)
 
 

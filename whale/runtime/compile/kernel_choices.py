@@ -122,7 +122,10 @@ class MachineKernels:
         with contextlib.suppress(OSError):  # `put_kept` of plans says why
             self._files.put(self._name, msgspec.msgpack.encode(kept))
         lost = [name for name, (before_s, after_s) in done.items() if loses(before_s, after_s)]
-        log.debug(f"{len(done)} kernels measured, {len(kept.waiting)} wait; slower here: {'; '.join(lost) or 'none'}")
+        log.debug(
+            f"{len(done)} of Whale's kernels were timed against TensorFlow's, and {len(kept.waiting)} are still to be "
+            f"timed; slower than TensorFlow's on this machine: {'; '.join(lost) or 'none'}"
+        )
         return len(done)
 
     def _list_waiting(self, kept: KernelFile) -> list[Substitution]:

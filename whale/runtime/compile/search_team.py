@@ -173,7 +173,7 @@ def _help(comm: Communicator, key: str, purpose: str, plans: Callable[[], Plans]
         except Exception as error:  # rank 0 waits for an answer, whatever it is
             answer = _BROKEN + f"{type(error).__name__}: {error}\n{traceback.format_exc()}".encode()
         _answers(comm, key, number, answer, purpose)
-    raise AssertionError("the loop ends by a message")
+    raise AssertionError("this loop ends only when rank 0 sends the message that ends the search")
 
 
 def _answers(comm: Communicator, key: str, number: int, mine: bytes, purpose: str) -> list[bytes]:

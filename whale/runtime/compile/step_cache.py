@@ -234,7 +234,7 @@ def remember(ready: Ready, plan: Callable[[], Plan], predicted: Callable[[], dic
     if context.watch is not None and first:
         context.watch.tell_plan(ready.program, lambda: format_plan(plan()))
     context.distributed = context.distributed or ready.trains
-    log.debug(f"`{ready.program}` runs as an earlier run lowered it")
+    log.debug(f"the step `{ready.program}` runs the rank's program that an earlier run has compiled and cached")
 
 
 def _is_auto(context: Context) -> bool:

@@ -226,7 +226,9 @@ class ShardedDataset:
             first = partial(find_first_row, context=self._context)
             own = own_rows(self._whole, self._shares, rank, first, lambda: next(seeds), ahead, self._every)
             if self._context.elastic is not None and self._orders.now() is None:
-                raise Unknown("its shuffle's seed generator cannot be read, which ranks need after a loss of others")
+                raise Unknown(
+                    "the dataset's shuffle has a seed generator that cannot be read, as a loss of ranks would require"
+                )
         except Unknown as reason:
             refuse_other_orders(self._whole)
             text = f"every rank reads all rows and keeps its own: {reason}"

@@ -269,9 +269,11 @@ class _Division:
         """
         inner = self.divide(made._input_dataset)
         if self.summaries:
-            raise Unknown("it shuffles batches that are compared in the order in which they are read", _BATCH_LAST)
+            raise Unknown(
+                "the dataset shuffles batches that ranks compare in the order in which they are read", _BATCH_LAST
+            )
         if is_reshuffled(made) and not _is_unseeded(made) and generator_of(made) is None:
-            raise Unknown("the seed generator of its shuffle behind batch(n) cannot be read", _BATCH_LAST)
+            raise Unknown("the seed generator of the dataset's shuffle behind batch(n) cannot be read", _BATCH_LAST)
         sizes = Sizes(inner.sizes.every, None)
         reseeded = (*inner.reseeded, made) if _is_unseeded(made) else inner.reseeded
         return replace(inner, dataset=_put_on(inner.dataset, made, self._seeds), sizes=sizes, reseeded=reseeded)
@@ -282,7 +284,7 @@ class _Division:
         drawn = any(n.op in DRAWS for d in upstream(source) for graph in _graphs(d) for n in graph.values())
         if tf.get_static_value(made._filename) or reshuffles(source) or drawn or not is_seen(source):
             raise Unknown(
-                "it ends in cache, of batches that are in a file, shuffled, drawn or made by Python",
+                "the dataset ends in cache, of batches that are in a file, shuffled, drawn or made by Python",
                 "put cache in front of batch(n)",
             )
         inner = self.divide(source)
@@ -297,7 +299,7 @@ class _Division:
         equal = all(p.sizes.every and p.sizes.every == first.every for p in parts)
         if not equal and not all(p.sizes == first and first.described is not None for p in parts):
             raise Unknown(
-                "it ends in zip, of batches that may have different numbers of rows",
+                "the dataset ends in zip, of batches that may have different numbers of rows",
                 "zip the samples, and put batch(n) behind it; or shard each one: zip(wh.shard(a), wh.shard(b))",
             )
         return OwnRows(
@@ -321,7 +323,9 @@ class _Division:
         parts = [self.divide(one) for one in datasets]
         first = parts[0]
         if any(p.leaves != first.leaves for p in parts):
-            raise Unknown(f"it ends in {what}, of batches of which some are zipped", f"put batch(n) behind {what}")
+            raise Unknown(
+                f"the dataset ends in {what}, of batches of which some are zipped", f"put batch(n) behind {what}"
+            )
         if type(made).__name__ == "_ConcatenateDataset":
             own = first.dataset.concatenate(parts[1].dataset)
             known = all(p.sizes.described is not None for p in parts)
@@ -349,7 +353,9 @@ class _Division:
         """
         size, drop = tf.get_static_value(rebatch._batch_sizes), bool(_number(rebatch._drop_remainder))
         if np.ndim(size):
-            raise Unknown("it ends in rebatch, with sizes that take turns", "rebatch(n) with one size")
+            raise Unknown(
+                "the dataset ends in rebatch with several sizes that take turns", "call rebatch(n) with one size"
+            )
         inner = rebatch._input_dataset
         if type(inner).__name__ == "_RestructuredDataset":  # TensorFlow's own map, which changes no dense tensor
             inner = inner._input_dataset._input_dataset
@@ -365,7 +371,7 @@ class _Division:
             pad = batch._padded_shapes, batch._padding_values
             if any(np.min(tf.get_static_value(s), initial=0) < 0 for s in nest.flatten(batch._padded_shapes)):
                 raise Unknown(
-                    "it ends in padded_batch, which pads rows to the longest one of the whole batch",
+                    "the dataset ends in padded_batch, which pads rows to the longest one of the whole batch",
                     "give it padded_shapes without None",
                 )
         size, drop = _number(batch._batch_size), bool(_number(batch._drop_remainder))
@@ -375,7 +381,7 @@ class _Division:
         """Returns this rank's samples of each batch, in batches, from the dataset of samples in front of batch(n)."""
         size, usual = batch.size, self._shares(batch.size)[self._rank]
         if not usual and not all(s.shape[1:].is_fully_defined() for s in tf.nest.flatten(batch.element_spec)):
-            raise Unknown("a rank has no rows of any batch, and the shapes of these are not known without reading them")
+            raise Unknown("a rank has no rows of any batch, and does not know their shapes without reading them")
         count = int(samples.cardinality())
         is_known = count != tf.data.UNKNOWN_CARDINALITY
         full, rest = divmod(count, size) if count >= 0 else (-1, 0)
@@ -597,7 +603,7 @@ def _ends_in(dataset: Any) -> Unknown:
     kind = type(dataset).__name__.strip("_").removesuffix("Dataset").removeprefix("Parallel")
     called = re.sub("(?<=[a-z])(?=[A-Z])", "_", kind).lower()
     name, action = _NEXT_STEPS.get(kind, (called, "put batch(n) last"))
-    return Unknown(f"it ends in {name}, not in batch(n)", action)
+    return Unknown(f"the dataset ends in {name}, not in batch(n)", action)
 
 
 def refuse_leaves(specs: Sequence[Any]) -> None:
@@ -609,14 +615,17 @@ def refuse_leaves(specs: Sequence[Any]) -> None:
     for spec in specs:
         for kind, what, action in _WITHOUT_ROWS:
             if isinstance(spec, kind):
-                raise Unknown(f"its batches hold {what}", action)
+                raise Unknown(f"the dataset's batches hold {what}", action)
         if not isinstance(spec, tf.TensorSpec):
-            raise Unknown(f"its batches hold a {type(spec).__name__.removesuffix('Spec')}", "leave it out of them")
+            raise Unknown(
+                f"the dataset's batches hold a {type(spec).__name__.removesuffix('Spec')}",
+                "leave this component out of them",
+            )
         if spec.dtype == tf.string:
             action = "number them in a map in front of batch(n) (StringLookup, tf.strings.to_hash_bucket_fast)"
-            raise Unknown("its batches hold strings", action)
+            raise Unknown("the dataset's batches hold strings", action)
         if spec.dtype.name in UNMOVABLE:
-            raise Unknown(f"its batches hold a {spec.dtype.name}", "leave it out of them")
+            raise Unknown(f"the dataset's batches hold a {spec.dtype.name}", "leave this component out of them")
 
 
 def batch_size(dataset: Any) -> int:

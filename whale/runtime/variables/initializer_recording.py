@@ -208,7 +208,9 @@ def _record_operations(
             values = execute_op(recorded, [little[n] for n in operands])
             little.update((first + i, v) for i, v in enumerate(values))
         elif op.op_def.is_stateful:
-            raise ValueError(f"{op.name} waits for what is not computed yet")
+            raise ValueError(
+                f"{op.name}, a stateful operation of an initializer, reads a value that recording does not compute"
+            )
         else:
             later.append(recorded)
     result = numbers[id(made)]
@@ -221,7 +223,7 @@ def _record_operations(
 
 
 def _refuse_variable(next_creator: Any, **kwargs: Any) -> Any:
-    raise ValueError("an initializer that creates variables is not recorded")
+    raise ValueError("the initializer creates variables, so its operations cannot be recorded")
 
 
 def _is_recordable(op: Any, outer: dict[int, Any]) -> bool:

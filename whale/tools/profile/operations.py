@@ -181,7 +181,7 @@ def _measure_one(program: Program, node: Node, empty_s: float, place: _Place) ->
         program, node = turn(program, node)
     types = [program.find_type(r) for r in node.inputs]
     if not all(t.is_static for t in (*types, *node.outputs) if t.dtype not in ("resource", "variant")):
-        raise _NotMeasurableError("unknown sizes")
+        raise _NotMeasurableError("the operation has an operand or result of unknown size")
     done = _find_work(program, node)
     copies = int(max(1, min(MOST_COPIES, COPIES_BYTES // max(1.0, done.moved_bytes))))
     chain, values, keep = _make_chain(program, node, types, copies)
@@ -216,7 +216,7 @@ def _make_chain(
             if t.dtype == "resource":
                 variable = program.variable_of.get(ref.node)
                 if variable is None:
-                    raise _NotMeasurableError("a resource that is no variable")
+                    raise _NotMeasurableError("the operation reads a resource that is no variable")
                 made = tf.Variable(draw_value(variable.type, generator))
                 if node.op == "ReadVariableOp":  # after a gather of its rows, TensorFlow copies a variable on each read
                     tf.raw_ops.ResourceGather(resource=made.handle, indices=[0], dtype=made.dtype)
@@ -227,7 +227,9 @@ def _make_chain(
             elif (constant := program.const(ref)) is not None:
                 nodes.append(make_const(name, constant, t.dtype))
             elif t.dtype in ("variant", "string"):
-                raise _NotMeasurableError(f"an operand of dtype {t.dtype}")
+                raise _NotMeasurableError(
+                    f"the operation has an operand of dtype {t.dtype}, for which no random values can be made"
+                )
             else:
                 nodes.append(Node(name, "Placeholder", (), (), {"dtype": DType(t.dtype)}, (t,)))
                 inputs.append(name)
@@ -247,7 +249,7 @@ def _draw_operand(
     if not t.dtype.startswith(("int", "uint")):
         return draw_value(t, generator)
     if i and t.elements <= 8 and node.op not in _TAKES_INDICES and len(types) > 1 and types[0].dtype != t.dtype:
-        raise _NotMeasurableError("sizes or positions that are not constants")
+        raise _NotMeasurableError("the operation reads sizes or positions that are not constants of the program")
     bound = 2
     if node.op in ROW_LOOKUPS or node.op == "ResourceScatterAdd":
         bound = (types[0].shape or (2,))[0] or 2
