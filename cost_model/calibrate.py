@@ -147,7 +147,7 @@ def main(arguments: list[str] | None = None) -> int:
     names = options.stacks
     rows = [case for path in options.rows for case in cases.read(path)[1] if case.stack in names]
     if len(rows) < FOLDS:
-        parser.error(f"the files have {len(rows)} rows of {', '.join(names)}, fewer than {FOLDS}")
+        parser.error(f"a fit needs at least {FOLDS} rows of {', '.join(names)}, and the files have {len(rows)}")
     start = current(options.curve, names, options.constants)
     found = fit(rows, start, mean_square, names)
     for name, value in found.items():

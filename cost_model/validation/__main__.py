@@ -31,7 +31,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, help="also write validation.md and validation.svg there (needs matplotlib)")
     options = parser.parse_args(arguments)
     if options.intervals and options.rows:
-        parser.error("the package's stacks are calibrated on the package's rows; whale simulate --fit is for others")
+        parser.error(
+            "--intervals cannot be combined with --rows: it calibrates the package's stacks on the package's rows; "
+            "to fit a stack to other rows, use whale simulate --fit"
+        )
     try:
         found = []
         for path in options.rows or sorted(DATA.glob("*.csv")):

@@ -84,7 +84,7 @@ def test_a_signature_makes_tensors_of_what_it_covers() -> None:
     for what, args in wrong.items():
         with pytest.raises(CaptureError, match="does not fit the function's input_signature"):
             raise AssertionError(what, key(*args))
-    with pytest.raises(CaptureError, match="describes more arguments than there are"):
+    with pytest.raises(CaptureError, match="describes more arguments than the call passes"):
         flatten_arguments(lambda x: x, [[1.0]], {}, signature)
 
 

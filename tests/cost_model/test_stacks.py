@@ -125,7 +125,7 @@ def test_a_plan_names_the_file_of_its_stack(tmp_path: Path, monkeypatch: pytest.
     [
         (
             "name: a\nbase: megatron-core-bf17\n",
-            "base is none of the package's stacks\n  given: megatron-core-bf17\n  expected: meg",
+            "none of the software stacks that the package has\n  given: megatron-core-bf17\n  expected: meg",
         ),
         ("name: a\nbase: megatron-core-bf16\nhost_ms: 1\n", "mine.yaml:3, key host_ms"),
         ("name: a\nbase: megatron-core-bf16\nhost_us: -1\n", "mine.yaml:3, key host_us"),
@@ -329,7 +329,7 @@ def test_constants_of_several_stacks_are_fitted_to_rows(tmp_path: Path, capsys: 
     assert [one > other for one, other in zip(more, before)] == [case.stack == "maxtext-fp8" for case in rows]
     with pytest.raises(SystemExit):
         calibrate.main(["--rows", str(DATA / "maxtext_70b_h100.csv"), "--stacks", *names, "--constants", "host_us"])
-    assert "4 rows of maxtext-bf16, maxtext-fp8, fewer than 5" in capsys.readouterr().err
+    assert "5 rows of maxtext-bf16, maxtext-fp8, and the files have 4" in capsys.readouterr().err
 
 
 def test_operands_are_cast_once_and_gathered_as_they_were_cast() -> None:
@@ -438,5 +438,5 @@ def test_an_exchange_of_tokens_may_run_beside_kernels() -> None:
     assert compute_s[0] > compute_s[1] > compute_s[2] > 0
     with pytest.raises(PlanError, match="top_groups and expert_groups have to be given together"):
         msgspec.structs.replace(mixture, expert_groups=4)
-    with pytest.raises(PlanError, match="for models with experts"):
+    with pytest.raises(PlanError, match="only for a model with experts"):
         msgspec.structs.replace(GPT, expert_groups=4, top_groups=2)

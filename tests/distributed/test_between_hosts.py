@@ -29,4 +29,4 @@ def test_tcp_connects_the_ranks_of_hosts(launcher: Launcher, killed: int) -> Non
     assert done.returncode == 0 and alone.returncode == 0, done.stderr + alone.stderr
     loss = alone.stdout.split()[-1]
     assert f"size {3 if killed < 0 else 2} loss {loss}" in done.stdout, done.stdout + done.stderr
-    assert "TCP carries what goes between hosts" in done.stderr
+    assert "messages between hosts go by TCP" in done.stderr

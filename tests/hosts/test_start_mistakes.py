@@ -144,7 +144,7 @@ MISTAKES: dict[str, Mistake] = {
     # The command line, and the file of hosts.
     "a name that nobody knows": Mistake(("'?h9'?", "next: "), hosts="h0:1,h9:1"),
     "a second name that nobody knows": Mistake(("'?h9'?", "next: "), hosts="h0:1,h1:1,h9:1", options=("-np", "3")),
-    "a host that stands twice": Mistake(("'h1' stands twice", "next: "), hosts="h1:1,h1:1"),
+    "a host that stands twice": Mistake(("'h1' is listed twice", "next: "), hosts="h1:1,h1:1"),
     "a host that stands twice by another name": Mistake(
         ("h1 and 10.77.0.11 are the same host", "next: "), hosts="h1:1,10.77.0.11:1"
     ),

@@ -100,7 +100,9 @@ def test_the_identity_changes_nothing(op: str, dtype: str) -> None:
 
 
 def test_an_unknown_reduction_has_no_identity() -> None:
-    with pytest.raises(ValueError, match="no identity for reduction 'mean'; known: sum, max, min, prod"):
+    with pytest.raises(
+        ValueError, match="the reduction 'mean' has no identity element; those that have one are sum, max, min, prod"
+    ):
         find_identity("mean", "float32")
 
 

@@ -59,7 +59,7 @@ def _record() -> dict[str, Any]:
 
 def test_another_version_is_refused() -> None:
     data = {**_record(), "format_version": "2.0"}
-    with pytest.raises(ValueError, match=r"format_version 2\.0; this build reads .whale-plan., 1\.x"):
+    with pytest.raises(ValueError, match=r"format_version 2\.0; this version of Whale reads .whale-plan. of 1\.x"):
         record_from_text(msgspec.json.encode(data), PlanRecord)
     newer = {**_record(), "format_version": "1.9", "more": 1}
     assert record_from_text(msgspec.json.encode(newer), PlanRecord).plan is not None

@@ -81,7 +81,7 @@ def test_all_processes_sort_alike() -> None:
 
 
 def test_a_cycle_is_refused() -> None:
-    with pytest.raises(PlanError, match="operations would wait for each other"):
+    with pytest.raises(PlanError, match="would wait for each other in a cycle"):
         sort_nodes({"a": Node("a", "Op", (Ref("b"),)), "b": Node("b", "Op", (), ("a",))})
 
 

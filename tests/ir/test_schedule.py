@@ -106,5 +106,5 @@ def test_schedules_that_cannot_be() -> None:
         make_schedule("fifo", 4, 1, 8)
     with pytest.raises(PlanError, match="at least one stage"):
         make_schedule("1f1b", 0, 1, 8)
-    with pytest.raises(ValueError, match="not a phase: 'X0'"):
+    with pytest.raises(ValueError, match="'X0' is not a phase"):
         parse_schedule("0  X0")

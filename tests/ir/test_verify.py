@@ -71,76 +71,84 @@ BROKEN: dict[str, tuple[Callable[[Program], Program], str, str]] = {
     "duplicate name": (
         lambda p: p.replace_nodes((*p.nodes, p.by_name["small"])),
         "small (Tanh)",
-        "a second node of this name",
+        "the graph has an earlier node of this name",
     ),
     "dangling reference": (
         changed("small", inputs=(Ref("nowhere"),)),
         "small (Tanh)",
-        "reads nowhere:0, which is no node",
+        "the node reads nowhere:0, and the graph has no such node",
     ),
-    "dangling result": (changed("small", inputs=(Ref("product", 1),)), "small (Tanh)", "reads product:1"),
+    "dangling result": (changed("small", inputs=(Ref("product", 1),)), "small (Tanh)", "the node reads product:1"),
     "dangling control": (
         changed("small", controls=("nowhere",)),
         "small (Tanh)",
-        "waits for nowhere, which is no node",
+        "the node waits for nowhere, and the graph has no such node",
     ),
-    "cyclic order": (cyclic, "product (MatMul)", "waits for small, in a cycle: "),
+    "cyclic order": (cyclic, "product (MatMul)", "the node waits for small, and is part of a cycle: "),
     "wrong order": (
         lambda p: p.replace_nodes(tuple(reversed(p.nodes))),
         "update (AssignSubVariableOp)",
-        "reads w:0, which comes later",
+        "the node reads w:0, which comes after the node",
     ),
-    "duplicate key": (second_sum, "sum_again (WhaleAllReduce)", "the key k, which sum has"),
+    "duplicate key": (second_sum, "sum_again (WhaleAllReduce)", "the node has the key k, which sum has"),
     "wrong type of an elementwise operation": (
         changed("small", outputs=(TensorType("float64", (4, 2)),)),
         "small (Tanh)",
-        "float32[4,2], float64[4,2]",
+        "operands, then results, of the types float32[4,2], float64[4,2]",
     ),
     "wrong shape of an elementwise operation": (
         changed("small", outputs=(TensorType("float32", (4, 3)),)),
         "small (Tanh)",
-        "its result is float32[4,3]",
+        "the node's result is float32[4,3]",
     ),
-    "wrong type of an attribute": (attribute("small", T=DType("half")), "small (Tanh)", "float32[4,2]"),
+    "wrong type of an attribute": (
+        attribute("small", T=DType("half")),
+        "small (Tanh)",
+        "operands, then results, of the types float32[4,2]",
+    ),
     "a product of shapes that do not fit": (
         changed("read", outputs=(TensorType("float32", (8, 3)),)),
         "read (ReadVariableOp)",
-        "its result is float32[8,3]",
+        "the node's result is float32[8,3]",
     ),
     "a product of unlike sides": (
         attribute("product", transpose_a=True),
         "product (MatMul)",
-        "operands float32[4,8] and float32[8,2]",
+        "the node multiplies float32[4,8] by float32[8,2]",
     ),
     "a sum of another type": (
         changed("sum", outputs=(TensorType("float32", (8, 1)),)),
         "sum (WhaleAllReduce)",
-        "float32[8,2] becomes float32[8,1]",
+        "the node makes float32[8,1] of float32[8,2]",
     ),
     "a value that does not fit its variable": (
         changed("update", inputs=(Ref("w"), Ref("small"))),
         "update (AssignSubVariableOp)",
-        "the value is float32[4,2]",
+        "the value that the node assigns is float32[4,2]",
     ),
-    "a lost function": (lambda p: replace(p, functions={}), "branch (StatelessIf)", "runs the function then"),
+    "a lost function": (lambda p: replace(p, functions={}), "branch (StatelessIf)", "the node calls the function then"),
     "a function of another type": (
         of_body(changed("a", outputs=(TensorType("float32", (4, 1)),))),
         "branch (StatelessIf)",
-        "then takes float32[4,1]",
+        "the function then takes float32[4,1]",
     ),
     "an error inside a function": (
         of_body(lambda p: p.replace_nodes(tuple(changed(p.nodes[-1].name, inputs=(Ref("b"), Ref("a")))(p).nodes))),
         "then/AddV2_2 (AddV2)",
-        "reads b:0, which is no node",
+        "the node reads b:0, and the graph has no such node",
     ),
     "an update that nothing keeps": (
         lambda p: replace(p, effects=()),
         "sum (WhaleAllReduce)",
-        "it has side effects, and no output or effect of the program waits for it",
+        "the node has side effects, and no output or effect of the program waits for it",
     ),
-    "an effect that is gone": (lambda p: replace(p, effects=("update", "print")), "step", "the effect print"),
-    "an input twice": (lambda p: replace(p, inputs=("x", "x")), "step", "the input x twice"),
-    "a result that is gone": (lambda p: replace(p, outputs=(Ref("nowhere"),)), "step", "returns nowhere:0"),
+    "an effect that is gone": (
+        lambda p: replace(p, effects=("update", "print")),
+        "step",
+        "the graph lists the effect print",
+    ),
+    "an input twice": (lambda p: replace(p, inputs=("x", "x")), "step", "the graph lists the input x twice"),
+    "a result that is gone": (lambda p: replace(p, outputs=(Ref("nowhere"),)), "step", "the graph returns nowhere:0"),
 }
 
 
@@ -167,7 +175,7 @@ def test_copies_of_a_function_have_its_keys_and_other_functions_have_not() -> No
     with pytest.raises(ProgramError) as raised:
         verify(replace(program, functions={"one": exchanging("sum"), "two": exchanging("other")}))
     assert raised.value.facts["op"] == "two/other (WhaleAllReduce)"
-    assert raised.value.facts["given"] == "the key k, which one/sum has"
+    assert raised.value.facts["given"] == "the node has the key k, which one/sum has too"
 
 
 def test_good_programs_pass() -> None:
@@ -180,9 +188,21 @@ def test_good_programs_pass() -> None:
     [
         (TensorType("float32", (3, 2)), TensorType("float32", (8, 2)), None),
         (TensorType("float32", (5, 2)), TensorType("float32", (8, 2)), None),
-        (TensorType("float32", (3, 2)), TensorType("float32", (7, 2)), "float32[3,2] becomes float32[7,2]"),
-        (TensorType("float32", (4, 2)), TensorType("float32", (8, 2)), "float32[4,2] becomes float32[8,2]"),
-        (TensorType("float64", (3, 2)), TensorType("float32", (8, 2)), "float64[3,2], float32[8,2]"),
+        (
+            TensorType("float32", (3, 2)),
+            TensorType("float32", (7, 2)),
+            "the node makes float32[7,2] of its part float32[3,2]",
+        ),
+        (
+            TensorType("float32", (4, 2)),
+            TensorType("float32", (8, 2)),
+            "the node makes float32[8,2] of its part float32[4,2]",
+        ),
+        (
+            TensorType("float64", (3, 2)),
+            TensorType("float32", (8, 2)),
+            "operands, then results, of the types float64[3,2], float32[8,2]",
+        ),
     ],
 )
 def test_parts_that_are_gathered_make_the_whole(part: TensorType, whole: TensorType, given: str | None) -> None:
@@ -205,7 +225,7 @@ def test_unknown_sizes_fit_any() -> None:
     z = b.node("AddV2", (y, b.const(np.zeros((5, 1)))), (TensorType("float32", (5, 3)),), "z")
     program = Program("unknown", tuple(b.nodes), ("x",), (), (z,))
     verify(program)
-    with pytest.raises(ProgramError, match="shapes that broadcast"):
+    with pytest.raises(ProgramError, match="shapes that can be broadcast"):
         verify(changed("y", outputs=(TensorType("float32", (4, 3)),))(program))
 
 

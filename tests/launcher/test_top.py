@@ -143,11 +143,11 @@ def test_a_name_that_another_user_has_taken_is_not_believed(monkeypatch: pytest.
         assert NAME.format(user=run.user, process=run.process) in run.name
         assert top.ask_status(other) is None
         monkeypatch.setattr(top, "list_runs", list)
-        with pytest.raises(ClusterError, match="no run of `whale run` is there"):
+        with pytest.raises(ClusterError, match="no run that `whale run` has started is running"):
             top.choose_run(None)
         monkeypatch.setattr(top, "list_runs", lambda: [run, top.Run(1, run.user, "@gone")])
         monkeypatch.setattr(top, "ask_status", lambda run: None)
-        with pytest.raises(ClusterError, match="several runs are there"):
+        with pytest.raises(ClusterError, match="several runs are running on this host"):
             top.choose_run(None)
     finally:
         status.close()

@@ -95,7 +95,7 @@ def test_each_pass_is_dumped_and_verified(
         run_passes(table, value, context, PassObserver(), (broken,))
     for raised in (under_dump, in_tests):
         assert raised.value.facts["pass"] == f"{one.name} (of {table.name})"
-        assert raised.value.facts["given"] == "a second node of this name"
+        assert raised.value.facts["given"] == "the graph has an earlier node of this name"
     assert (tmp_path / "mlp" / f"01-{one.name}.txt").exists()  # what is broken can be looked at
 
 

@@ -279,7 +279,7 @@ def test_what_would_not_compute_the_same_again_has_no_gradient_outside(ranks: St
     ):
         with tf.GradientTape() as tape:
             loss = wh.function(fn)(X)
-        with pytest.raises(ProgramError, match=rf"tape outside a step(.|\n)*{why}(.|\n)*inside the function"):
+        with pytest.raises(ProgramError, match=rf"tape outside of a step(.|\n)*{why}(.|\n)*inside the function"):
             tape.gradient(loss, w)
     step = wh.function(lambda x: tf.matmul(x, w) ** 2)
     for asks in (lambda tape, y, x: tape.batch_jacobian(y, x), lambda tape, y, x: forward(x)):

@@ -198,7 +198,7 @@ def _cast_arguments(bound: inspect.BoundArguments, signature: Sequence[Any], op:
             bound.arguments[name] = _cast(value, wanted.pop(0), name)
     if wanted:
         raise CaptureError(
-            "the function's input_signature describes more arguments than there are",
+            "the function's input_signature describes more arguments than the call passes",
             op=op,
             given=", ".join(bound.arguments) or "no arguments",
             expected=f"an argument for {wanted[0]}",

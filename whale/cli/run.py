@@ -221,7 +221,7 @@ def _check_plan(given: argparse.Namespace) -> None:
     if os.path.isfile(planned) and filecmp.cmp(planned, given.script, shallow=False):
         return
     raise PlanError(
-        "the plan is of another script",
+        "the plan was made for another script",
         given=f"{given.plan}, of {os.path.relpath(planned)}",
         expected=given.script,
         action=f"plan this script: `whale plan -np {given.ranks} -o FILE {given.script}`; if both scripts have the "

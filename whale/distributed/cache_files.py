@@ -107,7 +107,9 @@ class CacheFolder:
         try:
             found = os.fstat(folder)
             if found.st_uid != os.geteuid() or found.st_mode & 0o077:
-                raise PermissionError(f"{self.folder} is another user's, or open to others (it has to have mode 700)")
+                raise PermissionError(
+                    f"the folder {self.folder} belongs to another user, or others can open it (its mode has to be 700)"
+                )
             yield folder
         finally:
             os.close(folder)

@@ -54,8 +54,8 @@ def connect(token: str) -> socket.socket:
                 connection.settimeout(None)
                 return connection
             raise ConnectionResetError(
-                f"whale run at {host}:{port} has closed the connection: it is the launcher of another run, or this run "
-                "is ending (its token was not accepted)"
+                f"the `whale run` that listens at {host}:{port} has closed this rank's connection: it belongs to "
+                "another run, or the run is ending"
             )
         except ConnectionError:
             connection.close()

@@ -184,7 +184,7 @@ def parse_hosts(text: str) -> tuple[Host, ...]:
             )
         if any(host.name == name for host in hosts):
             raise ClusterError(
-                f"the host {name!r} stands twice in the list of hosts",
+                f"the host {name!r} is listed twice in the list of hosts",
                 given=repr(text),
                 expected="each host once, with the number of its ranks",
                 action=f"write {name}:<total ranks> once",

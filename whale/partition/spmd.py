@@ -205,9 +205,9 @@ class _RankPartitioner:
         r = self.plan.reshard_of.get((self.graph, ref, wanted))
         if r is None:
             raise PlanError(
-                "the plan lacks a reshard",
+                "the plan lacks a reshard, a change of a tensor's placement",
                 op=str(ref),
-                given=f"wanted as {wanted}",
+                given=f"a tensor that is read in placement {wanted}",
                 notation=LEGEND,
                 expected="an operation that yields the tensor in this placement, or a reshard to it",
                 action="make the plan again with `whale plan`",
@@ -231,9 +231,9 @@ class _RankPartitioner:
         if not is_recreatable(self.program, ref):
             t = producer.outputs[ref.index]
             raise PlanError(
-                "a tensor would have to be sent to other ranks whose type cannot be sent",
+                "a tensor of a type that cannot be sent would have to be sent to other ranks",
                 op=str(ref),
-                given=f"the result of {producer.op} ({t.dtype}), wanted in placement {wanted}",
+                given=f"the result of {producer.op} ({t.dtype}), which is read in placement {wanted}",
                 notation=LEGEND,
                 expected="the placement in which the operation yields the tensor",
                 action=REPORT_FAULT,

@@ -144,7 +144,7 @@ def init_own_programs(config: Config | Mapping[str, Any] | None = None) -> None:
     config = config if isinstance(config, Config) else Config(config or {})
     if _is_in_process(config) and config["communication.in_process_ranks"] > 1:
         raise ConfigError(
-            "the ranks of one process have no programs of their own",
+            "ranks that share one process cannot each run a program of their own",
             given=f"communication.in_process_ranks={config['communication.in_process_ranks']}",
             expected="a process for each rank",
             action="start the ranks with `whale run` or mpirun, and leave communication.in_process_ranks out",
@@ -272,7 +272,7 @@ def _check_in_process(config: Config, place: ProcessPlace) -> None:
         )
     if config["batch.mode"] == "local":
         raise ConfigError(
-            "the ranks of one process have no batches of their own",
+            "ranks that share one process cannot each have a batch of their own",
             given='communication.in_process_ranks with batch.mode "local"',
             expected='batch.mode "global": the script runs once and passes one batch',
             action="start the ranks with `whale run`, or leave batch.mode out",

@@ -109,10 +109,10 @@ class TapedCalls:
 
     def _make_error(self, given: str) -> ProgramError:
         return ProgramError(
-            "a gradient tape outside a step cannot see into it",
+            "a gradient tape outside of a step of wh.function cannot differentiate through the step",
             op=self._name,
             given=given,
-            expected="the tape inside the step, or a step that would compute the same again",
+            expected="the tape inside the step; or a step that, computed once more for its gradient, computes the same",
             action="compute the gradient inside the function that wh.function decorates",
         )
 

@@ -34,8 +34,8 @@ def find_unsynchronized_training(context: Context) -> ProgramError | None:
         f"Whale has distributed nothing: each of the {context.size} ranks has trained alone",
         **facts,
         expected="steps of wh.function, runs of wh.Session, or Keras' fit after wh.init()",
-        action="make what is named a wh.function (in the place of tf.function), or a wh.Session; wh.init(solo=True) if "
-        "every rank is to train alone",
+        action="decorate the step with wh.function in place of tf.function, or run it in a wh.Session; if every rank "
+        "is to train alone, call wh.init(solo=True)",
     )
 
 
@@ -79,8 +79,8 @@ def watch_in_process_training(context: Context) -> None:
             "did nothing",
             trained=_list_training(noted.trained),
             expected="steps of wh.function, runs of wh.Session, or Keras' fit after wh.init()",
-            action="make what is named a wh.function (in the place of tf.function), or a wh.Session; "
-            "wh.init(solo=True) if this is meant",
+            action="decorate the step with wh.function in place of tf.function, or run it in a wh.Session; if the "
+            "ranks are to do nothing, call wh.init(solo=True)",
         )
         log.warning(str(error))
 

@@ -81,13 +81,14 @@ def _repeat_variadic(line: Line, terms: tuple[Term, ...], count: int, what: str)
     at = next((i for i, t in enumerate(terms) if t.variadic), None)
     if at is None:
         if len(terms) != count:
-            raise RuleError(f"a rule does not fit its op: number of {what}", rule=line.text,
+            raise RuleError(f"a sharding rule does not fit its op: number of {what}", rule=line.text,
                             given=f"{count} {what}", expected=f"{len(terms)}, one for each term",
                             action=_CORRECT)  # fmt: skip
         return terms
     extra = count - (len(terms) - 1)
     if extra < 0:
-        raise RuleError(f"a rule does not fit its op: number of {what}", rule=line.text, given=f"{count} {what}",
+        raise RuleError(f"a sharding rule does not fit its op: number of {what}", rule=line.text,
+                        given=f"{count} {what}",
                         expected=f"at least {len(terms) - 1}, one for each term but that in braces",
                         action=_CORRECT)  # fmt: skip
     return terms[:at] + (terms[at],) * extra + terms[at + 1 :]
@@ -134,7 +135,7 @@ def _run_lengths(line: Line, terms: Sequence[tuple[Term, int | None]]) -> tuple[
 
 def _make_misfit_error(line: Line, k: int, rank: int, expected: str) -> RuleError:
     n = len(line.inputs)
-    return RuleError("a rule does not fit its op: rank", rule=line.text,
+    return RuleError("a sharding rule does not fit its op: number of dimensions of a tensor", rule=line.text,
                      tensor=f"term {k}, from 0 on ({n} terms of operands, then those of outputs)",
                      given=f"{rank} dimensions", expected=f"{expected}, as the term has", action=_CORRECT)  # fmt: skip
 
@@ -225,7 +226,7 @@ def _find_sizes(line: Line, named: list, shapes: list[Dims | None]) -> dict[str,
             if known is None or (known == 1 and label[0] == "*"):
                 sizes[label] = size
             elif known != size and not (size == 1 and label[0] == "*"):
-                raise RuleError("a rule does not fit its op: sizes", rule=line.text,
+                raise RuleError("a sharding rule does not fit its op: sizes of dimensions", rule=line.text,
                                 given=f"the label {label} has the sizes {known} and {size}",
                                 expected="one size for all dimensions with the same label",
                                 action=_CORRECT)  # fmt: skip

@@ -289,7 +289,9 @@ WHALE_EXPORT int whale_cuda_open(const char* transport, int rank, int size, int 
                                                       const void* mine, size_t bytes, void* all) {
     std::vector<char> by_rank(static_cast<size_t>(size) * bytes);
     if (gather(mine, bytes, by_rank.data()) != 0)
-      return Status::Error(Code::kUnavailable, "the ranks could not meet on the host");
+      return Status::Error(Code::kUnavailable,
+                           "the ranks could not meet on the host, where they prepare exchanges "
+                           "between GPUs; look at the logs of all ranks");
     for (size_t i = 0; i < static_cast<size_t>(size); ++i) {
       const size_t member = group.empty() ? i : static_cast<size_t>(group[i]);
       std::memcpy(static_cast<char*>(all) + i * bytes, by_rank.data() + member * bytes, bytes);
@@ -354,7 +356,9 @@ WHALE_EXPORT int whale_cuda_run(void* handle, WhaleCudaOperation* operation) {
   for (bool finished = false; status.ok() && !finished;) {
     status = rank->device->finished(mark, &finished);
     if (status.ok() && !finished && operation->limit_s > 0 && passed_s() > operation->limit_s) {
-      status = Status::Error(Code::kDeadlineExceeded, "the device gave up what was under way");
+      status = Status::Error(
+          Code::kDeadlineExceeded,
+          "the device gave up what was under way, since it took longer than its limit");
     }
     if (!status.ok()) rank->device->abandon();
   }

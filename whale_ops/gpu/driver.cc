@@ -118,8 +118,8 @@ Status Gpu::load_kernels(int ordinal, const void* image) {
 Status Gpu::kernel(const std::string& name, CUfunction* found) const {
   const auto known = kernels_.find(name);
   if (known == kernels_.end()) {
-    return Status::Error(Code::kInternal,
-                         "no machine code of the kernel " + name + " was loaded for this GPU");
+    return Status::Error(Code::kInternal, "no machine code of the kernel " + name +
+                                              " was loaded for this GPU; report this");
   }
   *found = known->second;
   return Status::Ok();

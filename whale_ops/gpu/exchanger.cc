@@ -34,7 +34,7 @@ Status Exchanger::launch(const DeviceOperation& what, void* mark) {
       !is_supported(what.dtype, reduces ? what.wire : what.dtype)) {
     return Status::Error(
         Code::kInvalidArgument,
-        "tensors cannot be added up between GPUs in that dtype; give another dtype");
+        "tensors of this dtype cannot be reduced between GPUs; cast them to another dtype");
   }
   const auto event = static_cast<CUevent>(mark);
   const Current current(gpu_);

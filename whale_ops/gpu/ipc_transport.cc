@@ -82,9 +82,10 @@ class IpcTransport final : public DeviceTransport {
     const auto bytes = static_cast<size_t>(count) * bytes_of(what.wire);
     if (bytes_of(what.wire) == 0 || bytes > max_bytes_) {
       return Status::Error(Code::kInvalidArgument,
-                           std::to_string(count) + " elements do not fit the shared buffer of " +
+                           std::to_string(count) +
+                               " elements do not fit into the buffer that GPUs share, of " +
                                std::to_string(max_bytes_) +
-                               " bytes, or are no floats; divide or cast them");
+                               " bytes, or are not floats; divide the tensor, or cast it");
     }
     return in_turn(
         what.group, stream, [&] { return show(input, 0, bytes, stream); },
@@ -114,7 +115,7 @@ class IpcTransport final : public DeviceTransport {
       }
       default:
         return Status::Error(Code::kInternal,
-                             std::string("CUDA IPC is given an operation that it does not have: ") +
+                             std::string("the transport CUDA IPC does not support the operation ") +
                                  name_of(what.kind));
     }
   }
@@ -293,7 +294,7 @@ class IpcTransport final : public DeviceTransport {
       return Status::Error(Code::kUnavailable,
                            "rank " +
                                std::to_string(group.empty() ? static_cast<int>(i) : group[i]) +
-                               " had an error of its GPU; look at its log");
+                               " had an error of its GPU; look at the log of that rank");
     }
     return Status::Ok();
   }

@@ -49,8 +49,9 @@ Status launch(CUfunction kernel, unsigned blocks_x, unsigned blocks_y, void* arg
 Status copy_all(const Gpu& gpu, bool packs, const std::vector<Span>& tensors, DType tensor,
                 void* buffer, DType dtype, float scale, CUstream stream) {
   if (!is_supported(tensor, dtype))
-    return Status::Error(Code::kInvalidArgument,
-                         "no kernel packs tensors of that dtype into that buffer");
+    return Status::Error(
+        Code::kInvalidArgument,
+        "no kernel for GPUs copies tensors of this dtype into a buffer of this dtype; report this");
   CUfunction kernel = nullptr;
   Status status = gpu.kernel(copy_name(packs, tensor, dtype), &kernel);
   int64_t offset = 0;
@@ -113,7 +114,7 @@ Status reduce(const Gpu& gpu, const std::vector<const void*>& sources, void* dst
               DType dtype, Reduction reduction, CUstream stream) {
   if (sources.empty() || sources.size() > kMaxSources || dtype_name(dtype) == nullptr) {
     return Status::Error(Code::kInvalidArgument,
-                         "no kernel adds buffers of that dtype, or of more than " +
+                         "no kernel for GPUs reduces buffers of this dtype, or of more than " +
                              std::to_string(kMaxSources) + " ranks");
   }
   ReduceArguments arguments = {};

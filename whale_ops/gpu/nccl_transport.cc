@@ -182,7 +182,7 @@ class NcclTransport final : public DeviceTransport {
       default:
         return Status::Error(
             Code::kInternal,
-            std::string("NCCL is given an operation that it does not have: ") + name_of(what.kind));
+            std::string("the transport NCCL does not support the operation ") + name_of(what.kind));
     }
   }
 
@@ -208,7 +208,8 @@ class NcclTransport final : public DeviceTransport {
   }
 
   static Status no_floats() {
-    return Status::Error(Code::kInvalidArgument, "NCCL adds floats here; cast the tensor first");
+    return Status::Error(Code::kInvalidArgument,
+                         "Whale uses NCCL only to reduce floats; cast the tensor first");
   }
   static size_t bytes(const DeviceOperation& what, int64_t count) {
     return static_cast<size_t>(count) * what.element_bytes;

@@ -192,8 +192,9 @@ class MpiTransport final : public Transport {
       delete received;
       return Status::Ok();
     }
-    return Status::Error(Code::kUnavailable,
-                         "a rank does not answer while the ranks connect; look at its log");
+    return Status::Error(
+        Code::kUnavailable,
+        "a rank does not answer while the ranks connect; look at the logs of the ranks");
   }
 
   bool progress(TransportSink* sink) override {
@@ -408,8 +409,9 @@ Status finalize_if_last() {
   if (!started_here || finalized_here || open_transports > 0 || left_out) return Status::Ok();
   finalized_here = true;
   const int code = MPI_Finalize();
-  return code == MPI_SUCCESS ? Status::Ok()
-                             : Status::Error(Code::kUnavailable, "MPI_Finalize failed");
+  return code == MPI_SUCCESS
+             ? Status::Ok()
+             : Status::Error(Code::kUnavailable, "MPI could not be ended: MPI_Finalize failed");
 }
 
 }  // namespace

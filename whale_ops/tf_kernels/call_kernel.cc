@@ -73,9 +73,11 @@ class CallOp : public tensorflow::AsyncOpKernel {
 
   void ComputeAsync(OpKernelContext* ctx, DoneCallback done) override {
     FunctionLibraryRuntime* library = ctx->function_library();
-    OP_REQUIRES_ASYNC(ctx, library != nullptr,
-                      absl::InternalError("WhaleCall runs where TensorFlow has no functions"),
-                      done);
+    OP_REQUIRES_ASYNC(
+        ctx, library != nullptr,
+        absl::InternalError(
+            "the op WhaleCall runs on a device for which TensorFlow has no library of functions"),
+        done);
     tensorflow::OpInputList operands;
     OP_REQUIRES_OK_ASYNC(ctx, ctx->input_list("args", &operands), done);
     const std::vector<Tensor> arguments(operands.begin(), operands.end());

@@ -65,8 +65,8 @@ absl::Status set_shapes(InferenceContext* c, const char* outputs, const char* ad
   std::vector<ShapeHandle> shapes;
   TF_RETURN_IF_ERROR(read_shapes(c, "shapes", &shapes));
   if (static_cast<int>(shapes.size()) != c->num_outputs()) {
-    return invalid("shapes has ", shapes.size(), " entries for ", c->num_outputs(), " ", outputs,
-                   "; ", advice);
+    return invalid("the attribute `shapes` has ", shapes.size(), " entries for ", c->num_outputs(),
+                   " ", outputs, "; ", advice);
   }
   for (int i = 0; i < c->num_outputs(); ++i) c->set_output(i, shapes[i]);
   return absl::OkStatus();

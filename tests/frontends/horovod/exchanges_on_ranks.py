@@ -92,7 +92,7 @@ for k in range(4):
     equal(first, [k])
     equal(dealt, [[k, k + 1], [k + 1, *range(k + 2, k + 4 if k == 2 else k + 3)]][r])
 
-refused(lambda: hvd.allreduce(x, op=hvd.Adasum), ProgramError, "Whale has no Adasum", "hvd.Average")
+refused(lambda: hvd.allreduce(x, op=hvd.Adasum), ProgramError, "does not implement the reduction Adasum", "hvd.Average")
 refused(lambda: hvd.allreduce(x, op=3), ProgramError, "op is not a reduction", "op=3")
 refused(lambda: hvd.allreduce(x, process_set=3), ProgramError, "among all ranks")
 refused(lambda: hvd.allreduce(slices, op=hvd.Max), ProgramError, "tf.IndexedSlices", "sparse_as_dense")

@@ -241,9 +241,9 @@ def test_planted_faults_are_found() -> None:
         with pytest.raises(PlanError, match="into 2 parts that add up"):
             check_with(variables={**plan.variables, "w1": wrong}, strategies={"": nodes})
     whole = {**plan.strategies[""], "w1/read": Strategy((B,), (B,), "planted")}
-    with pytest.raises(PlanError, match=r"operand w1:0 is S\(1\)"):
+    with pytest.raises(PlanError, match=r"operand w1:0, which is produced in the placement S\(1\)"):
         check_with(strategies={"": whole})
-    with pytest.raises(PlanError, match=r"operand layer2:0 is P\(sum\)"):
+    with pytest.raises(PlanError, match=r"operand layer2:0, which is produced in the placement P\(sum\)"):
         check_with(reshards=())
 
 

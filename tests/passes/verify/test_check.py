@@ -48,7 +48,9 @@ def _strategy(
 
 Planted = tuple[Callable[[Plan], Plan], str, dict[str, str]]
 FAULTS: dict[str, Planted] = {
-    "no strategy": (lambda p: _with(p, "relu", None), "relu (Relu)", {"given": "no strategy"}),
+    "no strategy": (
+        lambda p: _with(p, "relu", None), "relu (Relu)", {"given": "a plan without a strategy for this operation"},
+    ),
     "operands miscounted": (
         _strategy("layer1", (ROWS,), (ROWS,)), "layer1 (MatMul)",
         {"expected": "placements of 2 operands and 1 outputs"},
@@ -57,7 +59,8 @@ FAULTS: dict[str, Planted] = {
         _strategy("relu", (ROWS,), ()), "relu (Relu)", {"expected": "placements of 1 operands and 1 outputs"},
     ),
     "partial sum through a non-linear op": (
-        _strategy("relu", (P_SUM,), (P_SUM,)), "relu (Relu)", {"given": "operand bias1:0 is S(0)[5,3]"},
+        _strategy("relu", (P_SUM,), (P_SUM,)), "relu (Relu)",
+        {"given": "the operand bias1:0, which is produced in the placement S(0)[5,3]"},
     ),
     "product over a cut sum that is called whole": (
         _strategy("d_w2", (ROWS, ROWS), (B,)), "d_w2 (MatMul)", {"given": "S(0)[5,3] S(0)[5,3] -> B"},
@@ -69,11 +72,12 @@ FAULTS: dict[str, Planted] = {
         _strategy("d_w1", (ROWS, ROWS), (shard(0, (2, 2)),)), "d_w1 (MatMul)", {},
     ),
     "operand in a form that it is not in": (
-        _strategy("layer2", (OTHER, B), (OTHER,)), "layer2 (MatMul)", {"expected": "S(0)[4,4], or a reshard to it"},
+        _strategy("layer2", (OTHER, B), (OTHER,)), "layer2 (MatMul)",
+        {"expected": "the placement S(0)[4,4], or a reshard of the operand to it"},
     ),
     "an update on the first rank only": (
         _strategy("sgd_w1", (B, B, B), (), once=True), "sgd_w1 (ResourceApplyGradientDescent)",
-        {"expected": "on every rank: what it changes is on all of them"},
+        {"expected": "a run on every rank: what the operation changes is on all of them"},
     ),
     "an update of a split gradient": (
         _strategy("sgd_w1", (B, B, shard(0, (2, 2))), ()), "sgd_w1 (ResourceApplyGradientDescent)", {},
@@ -87,7 +91,10 @@ FAULTS: dict[str, Planted] = {
     ),
     "missing reshard": (
         lambda p: _reshards(p, lambda r: None if r.ref.node == "d_w1" else r), "sgd_w1 (ResourceApplyGradientDescent)",
-        {"given": "operand d_w1:0 is P(sum)", "expected": "B, or a reshard to it"},
+        {
+            "given": "the operand d_w1:0, which is produced in the placement P(sum)",
+            "expected": "the placement B, or a reshard of the operand to it",
+        },
     ),
     "missing slice of an input": (
         lambda p: _reshards(p, lambda r: None if r.ref.node == "x" else r), "layer1 (MatMul)", {},
@@ -95,7 +102,7 @@ FAULTS: dict[str, Planted] = {
     "reshard from a form that is not there": (_of("d_w1", source=P_MAX), "sgd_w1 (ResourceApplyGradientDescent)", {}),
     "reshard that counts too little": (
         _of("d_w1", bytes=1), "d_w1 (MatMul)",
-        {"given": "1 bytes moved by d_w1:0 from P(sum) to B", "expected": "384 bytes"},
+        {"given": "a reshard of d_w1:0 from P(sum) to B that moves 1 bytes", "expected": "one that moves 384 bytes"},
     ),
     "two reshards with one key": (_of("d_w1", key="/d_w2:0>B"), "d_w1 (MatMul)", {"expected": "keys that are unique"}),
     "reshard to the first rank of what others hold": (
@@ -151,7 +158,10 @@ def test_what_the_program_lacks() -> None:
         check(mlp(), replace(plan, reshards=(*plan.reshards, Reshard("", Ref("relu", 1), P_SUM, B, "k", 0))))
     with pytest.raises(PlanError, match="0 placements of outputs"):
         check(mlp(), replace(plan, returned={"": ()}))
-    with pytest.raises(PlanError, match=r"op: loss \(Mean\)(.|\n)*given: operand loss:0 is P\(sum\)"):
+    with pytest.raises(
+        PlanError,
+        match=r"op: loss \(Mean\)(.|\n)*given: the operand loss:0, which is produced in the placement P\(sum\)",
+    ):
         check(mlp(), _reshards(plan, lambda r: None if r.ref.node == "loss" else r))
 
 
@@ -291,7 +301,9 @@ def test_a_branch_that_returns_otherwise() -> None:
     plan = planned(program, 5, 3)
     check(program, plan)
     with pytest.raises(
-        PlanError, match=r"branch \(StatelessIf\)(.|\n)*its function other returns B(.|\n)*results placed S\(0\)\[5,3\]"
+        PlanError,
+        match=r"branch \(StatelessIf\)(.|\n)*the function other, which the operation calls, returns B"
+        r"(.|\n)*results in the placements S\(0\)\[5,3\]",
     ):
         # The matrix product of the other branch is gathered before it returns.
         reshard = Reshard("other", other.nodes[-1].list_refs()[0], ROWS, B, "gather", 8 * 40 * 8)
@@ -326,7 +338,9 @@ def test_a_variable_that_only_the_first_rank_changes() -> None:
     program = b.build([], [b.update("UnruledApply", handle, b.input("x", (4,)), name="update")])
     plan = planned(program, 2, 2)
     check(program, plan)
-    with pytest.raises(PlanError, match=r"op: update \(UnruledApply\)(.|\n)*what it changes is on all of them"):
+    with pytest.raises(
+        PlanError, match=r"op: update \(UnruledApply\)(.|\n)*what the operation changes is on all of them"
+    ):
         check(program, _with(plan, "update", Strategy((B, B), (), "planted", once=True)))
 
 
@@ -353,5 +367,5 @@ def test_no_reshard_is_superfluous(program: Program, parts: int, seed: int, data
     assume(plan.reshards)
     gone = data.draw(st.sampled_from(plan.reshards))
     lacking = replace(plan, reshards=tuple(r for r in plan.reshards if r is not gone))
-    with pytest.raises(PlanError, match="or a reshard to it"):
+    with pytest.raises(PlanError, match="or a reshard of the operand to it"):
         check(program, lacking)

@@ -207,7 +207,8 @@ CHAINS: dict[str, tuple[Make, int, str]] = {
         "its rows"),
     "interleaved batches": (
         lambda: tf.data.Dataset.range(4).interleave(lambda n: tf.data.Dataset.range(n, n + 5).batch(2)), -1,
-        "it ends in interleave, not in batch(n); have the function give samples, and put batch(n) behind interleave"),
+        "the dataset ends in interleave, not in batch(n); have the function give samples, and put batch(n) behind "
+        "interleave"),
     "flat batches": (
         lambda: tf.data.Dataset.range(4).flat_map(lambda n: tf.data.Dataset.range(n, n + 5).batch(2)), -1, "flat_map"),
     "rebatch": (lambda: doubled(21).batch(4).rebatch(6), 1, "its rows"),
@@ -216,7 +217,8 @@ CHAINS: dict[str, tuple[Make, int, str]] = {
     "unbatch": (lambda: samples(21).batch(4, True).map(double).unbatch().map(double).batch(6), 1, "its rows"),
     "without batch": (lambda: samples(21).batch(4).unbatch(), -1, "put batch(n) behind unbatch"),
     "batches in another order": (lambda: doubled(21).batch(4).shuffle(9, seed=3).repeat(2), 1, "its rows"),
-    "batches of a generator in another order": (lambda: generated(9).batch(4).shuffle(3, seed=3), -1, "it shuffles"),
+    "batches of a generator in another order": (
+        lambda: generated(9).batch(4).shuffle(3, seed=3), -1, "the dataset shuffles"),
     "some of the batches": (lambda: doubled(30).batch(4).skip(1).shard(2, 1).repeat(2), 1, "its rows"),
     "some of a generator's": (lambda: generated(30).batch(4).skip(1).shard(2, 1).repeat(2), 0, "its rows"),
     "batches kept in memory": (lambda: doubled(21).batch(4).cache().repeat(2), 1, "its rows"),
@@ -263,7 +265,7 @@ def test_ranks_read_the_batches_of_one_device(name: str) -> None:
 )
 def test_what_has_no_rows_is_named(make: Make, says: str) -> None:
     for dataset in of_ranks(make, 2):
-        assert dataset.report.startswith("every rank reads all rows and keeps its own: its batches hold")
+        assert dataset.report.startswith("every rank reads all rows and keeps its own: the dataset's batches hold")
         assert says in dataset.report
 
 

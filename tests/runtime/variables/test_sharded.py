@@ -76,7 +76,7 @@ def test_ranks_of_one_process_get_whole_batches(ranks: Callable[..., None]) -> N
 
 
 def test_ranks_of_one_process_have_no_batches_of_their_own() -> None:
-    with pytest.raises(wh.ConfigError, match="no batches of their own"):
+    with pytest.raises(wh.ConfigError, match="cannot each have a batch of their own"):
         wh.init(wh.Config({"communication.in_process_ranks": 1, "batch.mode": "local"}))
 
 

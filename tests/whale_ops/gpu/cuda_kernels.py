@@ -137,7 +137,7 @@ def check_refusals(kernels: Kernels) -> int:
         try:
             kernels.copy(True, [one], tensor, one, wire, 1.0)
         except RuntimeError as refused:
-            assert "no kernel packs" in str(refused), refused
+            assert "no kernel for GPUs copies" in str(refused), refused
         else:
             raise AssertionError(f"{tensor} was packed as {wire}")
     return 2

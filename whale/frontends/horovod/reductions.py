@@ -58,7 +58,7 @@ def find_reduction(op: ReduceOp | None, average: bool | None = None, allowed: tu
         )
     if found is Adasum:
         raise ProgramError(
-            "Whale has no Adasum",
+            "Whale does not implement the reduction Adasum",
             given="op=hvd.Adasum",
             expected="hvd.Average or hvd.Sum",
             action="use hvd.Average, and multiply a learning rate that was tuned for Adasum by hvd.size()",

@@ -386,7 +386,7 @@ def _refuse_joined_rows(program: Program, ref: Ref, parts: int) -> None:
         if reader.op in ("WhaleAllGather", "WhaleAllToAll"):
             wants = _that_wants(program, reader)
             raise PlanError(
-                "the rows of a micro-batch would be gathered where a scope begins or ends that shards tensors",
+                "ranks would have to gather rows of a micro-batch where a scope that shards tensors begins or ends",
                 op=f"{wants.name} ({wants.op})",
                 given=f"{parts} micro-batches; each rank has other rows of {ref}, and the operation needs all of them",
                 expected=f"rows of each rank in multiples of {parts}, the number of micro-batches; or a wh.split scope "

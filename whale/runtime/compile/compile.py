@@ -293,8 +293,8 @@ def _tell_of_micro_batches(plan: Plan, settings: PlanSettings, context: Context)
         cut = {b.name: b.placement for b in plan.batch_inputs if isinstance(b.placement, Shard)}
         rows = ", ".join(f"{p.extent} of {name}" for name, p in cut.items())
         log.info(
-            f"`{plan.program}` runs in {plan.micro_batches} micro-batches, not {asked}: scopes that gather rows, and "
-            f"stages of unequal numbers of ranks, need as many rows in each micro-batch (in all {rows})"
+            f"`{plan.program}` runs in {plan.micro_batches} micro-batches instead of {asked}, since scopes that gather "
+            f"rows, and stages of unequal numbers of ranks, need micro-batches of equal size (in all {rows})"
         )
 
 

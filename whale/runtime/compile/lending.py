@@ -77,7 +77,7 @@ class HostCores:
             return least_s
         except tf.errors.OpError as error:
             raise ProgramError(
-                "the step cannot be timed on random values, with which it fails",
+                "the step cannot be timed, since it fails on random values",
                 given=str(error).splitlines()[0],
                 expected="a step that runs on random arguments and variables",
                 action="none is needed: another strategy is chosen",

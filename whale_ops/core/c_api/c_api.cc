@@ -83,11 +83,12 @@ int wait_for(Communicator* communicator, const PendingHandle& pending, const std
                                  ? ""
                                  : std::string(missing.size() == 1 ? " for rank " : " for ranks ") +
                                        whale::join_ranks(missing);
-    const Status status = Status::Error(
-        Code::kDeadlineExceeded,
-        std::string("rank ") + std::to_string(communicator->endpoint->rank()) + " waited " +
-            waited + " s" + whom + " in " + purpose + " of communicator '" +
-            communicator->endpoint->name() + "'; see whether all ranks are running and reach it");
+    const Status status =
+        Status::Error(Code::kDeadlineExceeded,
+                      std::string("rank ") + std::to_string(communicator->endpoint->rank()) +
+                          " waited " + waited + " s" + whom + " in " + purpose +
+                          " of communicator '" + communicator->endpoint->name() +
+                          "'; see whether all ranks are running and come to this call");
     communicator->endpoint->abort(status);
     pending->wait(1.0);
     return report(status);
@@ -131,15 +132,16 @@ Status load_device_library(const char* path, const char* core, const whale::Devi
   if (symbol == nullptr) {
     const char* error = dlerror();
     return Status::Error(Code::kUnavailable,
-                         std::string("the device's library could not be loaded: ") +
+                         std::string("the library for GPUs could not be loaded: ") +
                              (error == nullptr ? "unknown reason" : error) +
                              "; run python -m whale_ops.build");
   }
   *plugin = static_cast<const whale::DevicePlugin*>(symbol);
   if (std::strcmp((*plugin)->core, core) == 0) return Status::Ok();
-  return Status::Error(Code::kUnavailable,
-                       "the device's library was built from other sources than the core beside it; "
-                       "run python -m whale_ops.build");
+  return Status::Error(
+      Code::kUnavailable,
+      "the library for GPUs was built from other sources than Whale's core library; "
+      "run python -m whale_ops.build");
 }
 
 Status check_hosts(int hosts, const whale::Transport& network) {
@@ -312,7 +314,8 @@ WHALE_EXPORT int whale_submit(void* handle, const WhaleOperation* operation,
 WHALE_EXPORT int whale_wait(void* pending_handle, double timeout_s) {
   auto* pending = static_cast<PendingHandle*>(pending_handle);
   if (!(*pending)->wait(timeout_s)) {
-    return report(Status::Error(Code::kDeadlineExceeded, "the operation is still under way"));
+    return report(
+        Status::Error(Code::kDeadlineExceeded, "the operation between ranks is still under way"));
   }
   const Status status = (*pending)->status;
   delete pending;

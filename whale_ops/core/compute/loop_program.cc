@@ -133,15 +133,18 @@ Status parse_loop(const std::vector<std::string>& lines, LoopProgram* program) {
       program->steps.push_back(step);
     }
     if (!fits) {
-      return Status::Error(Code::kInvalidArgument,
-                           "'" + line +
-                               "' is no step of a loop; expected an operation, what is written, "
-                               "what is read, and sizes, as in 'Add t0+0:8:1 x0+0:8:1 =1 2 8'");
+      return Status::Error(
+          Code::kInvalidArgument,
+          "'" + line +
+              "' is no instruction of a loop's program; expected an operation, what is written, "
+              "what is read, and sizes, as in 'Add t0+0:8:1 x0+0:8:1 =1 2 8'");
     }
     if (word != "block") reach(program, step);
   }
   if (left > 0)
-    return Status::Error(Code::kInvalidArgument, "a block of a loop lacks steps at the end");
+    return Status::Error(
+        Code::kInvalidArgument,
+        "a loop's program ends before the last instruction that its last block announces");
   // The state before and after a turn has the same size.
   auto& before = program->elements[static_cast<int>(LoopBuffer::kState)];
   auto& after = program->elements[static_cast<int>(LoopBuffer::kNext)];

@@ -120,7 +120,9 @@ class Device {
   virtual bool orders_streams() const { return false; }
   // Makes what is queued on the stream from now on wait for the mark; the host does not wait.
   virtual Status let_wait(void* /*stream*/, void* /*mark*/) {
-    return Status::Error(Code::kInternal, "this device lets no stream wait");
+    return Status::Error(
+        Code::kInternal,
+        "this device cannot make a stream wait for an operation between ranks; report this");
   }
   // Gives up what is under way, whose results no longer matter: when this returns, the device no
   // longer uses its tensors. Nothing is launched afterwards.

@@ -133,20 +133,21 @@ Status DeviceRank::gather(const std::vector<int>& group, const void* mine, size_
                           void* all) {
   std::promise<Status> outcome;
   const std::string key = "device/gather" + (group.empty() ? "" : " " + join_ranks(group));
-  gather_bytes(endpoint_, endpoint_->reserve(), key, "", "", group,
-               std::string(static_cast<const char*>(mine), bytes),
-               [&](Status status, std::vector<std::string> parts) {
-                 auto* to = static_cast<char*>(all);
-                 for (const std::string& part : parts) {
-                   if (part.size() != bytes)
-                     status = Status::Error(
-                         Code::kInternal,
-                         "the ranks' devices exchange data of different sizes; report this");
-                 }
-                 for (size_t i = 0; status.ok() && i < parts.size(); ++i)
-                   std::copy(parts[i].begin(), parts[i].end(), to + i * bytes);
-                 outcome.set_value(status);
-               });
+  gather_bytes(
+      endpoint_, endpoint_->reserve(), key, "", "", group,
+      std::string(static_cast<const char*>(mine), bytes),
+      [&](Status status, std::vector<std::string> parts) {
+        auto* to = static_cast<char*>(all);
+        for (const std::string& part : parts) {
+          if (part.size() != bytes)
+            status = Status::Error(
+                Code::kInternal,
+                "the ranks exchange data of different sizes about their devices; report this");
+        }
+        for (size_t i = 0; status.ok() && i < parts.size(); ++i)
+          std::copy(parts[i].begin(), parts[i].end(), to + i * bytes);
+        outcome.set_value(status);
+      });
   return outcome.get_future().get();
 }
 

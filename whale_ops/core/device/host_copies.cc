@@ -29,7 +29,7 @@ class HostCopies final : public DeviceCopies {
     return *memory != nullptr
                ? Status::Ok()
                : Status::Error(Code::kUnavailable,
-                               "the host has no memory for the exchange's buffer of " +
+                               "the host has no memory left for an exchange's buffer of " +
                                    std::to_string(bytes) +
                                    " bytes; lower communication.bucket_bytes");
   }

@@ -69,7 +69,8 @@ class Staged final : public Device {
   Status launch(const DeviceOperation& what, void* mark) override {
     if (what.scale != 1.0f)
       return Status::Error(Code::kInternal,
-                           "results that travel through the host cannot be scaled; report this");
+                           "an exchange through the host's memory was asked to scale its result, "
+                           "which it cannot; report this");
     auto staging = std::make_shared<Staging>();
     staging->what = what;
     staging->mark = mark;
@@ -93,8 +94,9 @@ class Staged final : public Device {
                                   [mark](const auto& one) { return one->mark == mark; });
     if (!status.ok() || own == under_way_.end()) {
       return status.ok()
-                 ? Status::Error(Code::kInternal,
-                                 "an operation was waited for that is not under way; report this")
+                 ? Status::Error(
+                       Code::kInternal,
+                       "the end of an exchange was asked for that is not under way; report this")
                  : status;
     }
     if ((*own)->left > 0) return status;

@@ -110,9 +110,10 @@ void ZeroCopyReduce::find_shared(MessageLink* link) {
       piece.outputs.push_back(own ? static_cast<char*>(mine.output)
                                   : link->at(rank, place.output, bytes));
       if (piece.inputs.back() == nullptr || piece.outputs.back() == nullptr) {
-        messages_->fail(Status::Error(Code::kInternal,
-                                      title_of(*request_) + ": rank " + std::to_string(rank) +
-                                          " names memory outside of what it shares; report this"));
+        messages_->fail(Status::Error(
+            Code::kInternal,
+            title_of(*request_) + ": rank " + std::to_string(rank) +
+                " names an address outside of the memory that it shares; report this"));
         return;
       }
     }

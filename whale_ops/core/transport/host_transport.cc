@@ -142,7 +142,7 @@ class HostTransport final : public Transport {
     }
     discard(arrival);  // the sender may reuse its memory
     if (error == 0) return sink->transferred(cookie);
-    sink->failed("reading " + std::to_string(arrival.header.bytes) +
+    sink->failed("this rank could not read " + std::to_string(arrival.header.bytes) +
                  " bytes from the memory of rank " + std::to_string(arrival.source) + ": " +
                  std::strerror(error));
   }
@@ -174,7 +174,7 @@ class HostTransport final : public Transport {
     if (ended_ns_ != 0 && now_ns() - ended_ns_ > kEndedGraceNs) {
       ended_ns_ = 0;
       sink->failed("the process of rank " + std::to_string(ended_rank_) +
-                   " has ended in the middle of an operation; look at its log");
+                   " has ended in the middle of an operation; look at the log of that rank");
     }
     bool worked = has_remote() && network_->progress(sink);
     for (const int rank : shared_) {

@@ -62,7 +62,8 @@ class InProcessTransport final : public Transport {
   void receive(const Arrival& arrival, void* dst, uint64_t cookie, TransportSink* sink) override {
     const auto it = hub_->parked.find(arrival.token);
     if (it == hub_->parked.end()) {
-      sink->failed("a payload of rank " + std::to_string(arrival.source) + " was asked for twice");
+      sink->failed("a message of rank " + std::to_string(arrival.source) +
+                   " was read twice; report this");
       return;
     }
     std::memcpy(dst, it->second.payload, arrival.header.bytes);

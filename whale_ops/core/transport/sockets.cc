@@ -171,7 +171,7 @@ class SocketTransport final : public Transport {
       if (peer.broken_ns != 0 && now_ns() - peer.broken_ns > kBrokenGraceNs) {
         peer.broken_ns = 0;
         sink->failed("the connection with rank " + std::to_string(peer.rank) + " has broken (" +
-                     std::strerror(peer.error) + "); look at its log");
+                     std::strerror(peer.error) + "); look at the log of that rank");
       }
     }
     epoll_event events[kEvents];
@@ -207,9 +207,10 @@ class SocketTransport final : public Transport {
           if (moved > 0) done += static_cast<size_t>(moved);
           const bool waits = moved < 0 && (errno == EAGAIN || errno == EINTR);
           if (moved > 0 || (waits && now_ns() < until_ns && ready(socket, sends))) continue;
-          return Status::Error(Code::kUnavailable,
-                               "rank " + std::to_string(rank) +
-                                   " does not answer while the ranks connect; look at its log");
+          return Status::Error(
+              Code::kUnavailable,
+              "rank " + std::to_string(rank) +
+                  " does not answer while the ranks connect; look at the log of that rank");
         }
       }
     }

@@ -83,7 +83,7 @@ class BroadcastOp : public TensorOp {
     return declared_.empty() || declared_[input].IsCompatibleWith(shape);
   }
   absl::Status undeclared(int input, const std::string& what) const {
-    return invalid("Broadcast '", key(), "': ", what, ", declared is ",
+    return invalid("Broadcast '", key(), "': ", what, ", but the declared shape is ",
                    declared_[input].DebugString(), "; correct the attribute 'shapes'");
   }
 

@@ -25,8 +25,8 @@ absl::Status exchange_error(absl::Status status) {
 
 absl::Status refused(const std::string& name, const std::string& key, int rank, const Tensor& input,
                      const std::string& why) {
-  return invalid(name, " '", key, "' on rank ", rank, ": input of shape ",
-                 input.shape().DebugString(), ", ", why);
+  return invalid(name, " '", key, "' on rank ", rank, ": the input of shape ",
+                 input.shape().DebugString(), " does not fit: ", why);
 }
 
 absl::Status refused_rank(const std::string& what, int rank, const std::vector<int>& ranks) {

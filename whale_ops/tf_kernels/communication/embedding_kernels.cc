@@ -79,8 +79,9 @@ class RowsOp : public TensorOp {
     TF_RETURN_IF_ERROR(ctx->input_list(name, &list));
     for (const Tensor& one : list) {
       if (one.NumElements() != static_cast<int64_t>(size)) {
-        return invalid("'", key(), "': ", name, " is of shape ", one.shape().DebugString(), " for ",
-                       size, " ranks; expected one number per rank");
+        return invalid("the operand `", name, "` of '", key(), "' has the shape ",
+                       one.shape().DebugString(), " for ", size,
+                       " ranks; expected one number per rank");
       }
       const auto values = one.flat<int64_t>();
       counts->emplace_back(values.data(), values.data() + size);
@@ -177,8 +178,8 @@ class RouteIdsOp : public RowsOp {
  protected:
   absl::Status start(OpKernelContext* ctx, const Group& group, DoneCallback* done) override {
     if (starts_.size() != tables() * (group.size + 1)) {
-      return invalid("RouteIds '", key(), "': ", starts_.size(), " starts for ", tables(),
-                     " tables and ", group.size,
+      return invalid("the attribute `starts` of RouteIds '", key(), "' has ", starts_.size(),
+                     " numbers for ", tables(), " tables and ", group.size,
                      " ranks; expected each rank's first row and the number of rows, table by "
                      "table");
     }
@@ -316,9 +317,9 @@ class ReturnRowsOp : public RowsOp {
     std::vector<int64_t> widths;
     for (int table = 0; table < tables(); ++table) {
       if (rows[table].dims() < 1 || rows[table].dim_size(0) != sum(came_ids[table])) {
-        return invalid("ReturnRows '", key(), "': rows of shape ",
+        return invalid("ReturnRows '", key(), "' has rows of shape ",
                        rows[table].shape().DebugString(), "; expected the ", sum(came_ids[table]),
-                       " rows that were asked for");
+                       " rows that other ranks have asked for");
       }
       held.push_back(rows[table]);
       places.push_back(back[table]);
@@ -371,7 +372,7 @@ class SendRowsOp : public RowsOp {
       for (int i = 0; fits && i < ids_dims; ++i)
         fits = shape.dim_size(i) == back[table].dim_size(i);
       if (!fits) {
-        return invalid("SendRows '", key(), "': rows of shape ", shape.DebugString(),
+        return invalid("SendRows '", key(), "' has rows of shape ", shape.DebugString(),
                        " for ids of shape ", back[table].shape().DebugString(),
                        "; expected a row for each id");
       }

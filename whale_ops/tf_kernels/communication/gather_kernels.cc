@@ -48,10 +48,11 @@ class AllGatherOp : public TensorOp {
                       DoneCallback* done) {
     const Tensor& input = ctx->input(1);
     if (!division.fits_part(input.shape(), group.size, group.index)) {
-      return refused(whale::OpKind::kAllGather, group, input,
-                     absl::StrCat(division.text(), " for ", group.size,
-                                  " ranks; expected one size per rank, this rank's own at index ",
-                                  group.index));
+      return refused(
+          whale::OpKind::kAllGather, group, input,
+          absl::StrCat(division.text(), " for ", group.size,
+                       " ranks; expected one size per rank, this rank's own size at index ",
+                       group.index));
     }
     const TensorShape shape = division.whole(input.shape());
     Tensor* output = nullptr;
@@ -85,7 +86,7 @@ class AllGatherOp : public TensorOp {
         return refused(
             whale::OpKind::kAllGather, group, input,
             absl::StrCat("tensor ", i + 1, " of ", n, ", ", division_.text(), " for ", group.size,
-                         " ranks; expected one size per rank, this rank's own at index ",
+                         " ranks; expected one size per rank, this rank's own size at index ",
                          group.index));
       }
       const TensorShape shape = division_.whole(input.shape());

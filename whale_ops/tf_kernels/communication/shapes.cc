@@ -63,7 +63,7 @@ struct InferredDivision {
     if (std::find(sizes.begin(), sizes.end(), c->Value(dim)) != sizes.end())
       return absl::OkStatus();
     return invalid("dimension ", axis, " of the input of shape ", c->DebugString(tensor(c)),
-                   " is none of ", sizes_name, "; give each rank's own size");
+                   " has a size that is none of ", sizes_name, "; give each rank's own size");
   }
 
   // The shape with the dimension replaced.

@@ -19,7 +19,8 @@ class CrossEntropyOp : public OpKernel {
     const Tensor& features = ctx->input(0);
     const Tensor& labels = ctx->input(1);
     OP_REQUIRES(ctx, features.dims() == 2 && labels.shape() == TensorShape({features.dim_size(0)}),
-                invalid("logits of shape ", features.shape().DebugString(), " and labels of shape ",
+                invalid("WhaleSparseCrossEntropy has logits of shape ",
+                        features.shape().DebugString(), " and labels of shape ",
                         labels.shape().DebugString(), "; expected [rows, classes] and [rows]"));
     const int64_t rows = features.dim_size(0), classes = features.dim_size(1);
     const auto numbers = labels.flat<Label>();

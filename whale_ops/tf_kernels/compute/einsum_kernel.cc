@@ -38,7 +38,7 @@ struct Equation {
           "one, their last, of the right one and the result, and one of both operands");
     };
     if (comma == std::string::npos || arrow == std::string::npos || arrow < comma)
-      return refused("no two operands");
+      return refused("the equation does not have two operands and '->'");
     *found = {text.substr(0, comma),
               text.substr(comma + 1, arrow - comma - 1),
               text.substr(arrow + 2),
@@ -61,21 +61,25 @@ struct Equation {
       if (right && out) {
         found->batch += letter;
       } else if (!(right || out) || !set(letter, out ? &found->row : &found->summed)) {
-        return refused("letters of the left operand");
+        return refused(
+            "a letter of the left operand is in no other term, or has a role that another letter "
+            "has");
       }
     }
     for (const char letter : found->right) {
       if (in(found->left, letter)) continue;
       if (!in(found->out, letter) || !set(letter, &found->column))
-        return refused("letters of the right operand");
+        return refused(
+            "a letter of the right operand is in no other term, or has a role that another has");
     }
     for (const char letter : found->out) {
       if (!in(found->left, letter) && !in(found->right, letter))
-        return refused("letters of the result");
+        return refused("a letter of the result is in neither operand");
     }
     if (found->row == 0 || found->summed == 0 || found->column == 0 ||
         found->out.back() != found->column) {
-      return refused("letters that are missing, or a result that ends with another");
+      return refused(
+          "a letter is missing, or the result does not end with the right operand's letter");
     }
     return absl::OkStatus();
   }

@@ -31,17 +31,18 @@ class ElementwiseOp : public OpKernel {
     results_ = program_.count(OperandKind::kResult);
     const int sums = program_.count(OperandKind::kSum), outputs = results_ + sums;
     OP_REQUIRES(ctx, program_.count(OperandKind::kOld) == 0,
-                invalid("variables are read; expected tensors"));
-    OP_REQUIRES(ctx,
-                inputs == ctx->num_inputs() && outputs == ctx->num_outputs() &&
-                    sums == static_cast<int>(sum_shapes_.size()),
-                invalid(ctx->num_inputs(), " values, ", ctx->num_outputs(), " results and ",
-                        sum_shapes_.size(), " shapes of sums; expected ", inputs, ", ", outputs,
-                        " and ", sums));
+                invalid("the program of WhaleElementwise reads variables; expected tensors only"));
+    OP_REQUIRES(
+        ctx,
+        inputs == ctx->num_inputs() && outputs == ctx->num_outputs() &&
+            sums == static_cast<int>(sum_shapes_.size()),
+        invalid("WhaleElementwise has ", ctx->num_inputs(), " values, ", ctx->num_outputs(),
+                " results and ", sum_shapes_.size(), " shapes of sums; its program expects ",
+                inputs, ", ", outputs, " and ", sums));
     for (const TensorShape& shape : sum_shapes_) {
       OP_REQUIRES(ctx, shape.num_elements() > 0 && fits(OperandKind::kRow, shape),
-                  invalid("a sum of shape ", shape.DebugString(), "; expected the last sizes of ",
-                          shape_.DebugString()));
+                  invalid("WhaleElementwise has a sum of shape ", shape.DebugString(),
+                          "; expected the last sizes of ", shape_.DebugString()));
     }
     for (const whale::Instruction& one : program_.instructions) {
       if (is_sum(one.op)) means_.push_back({one.to.index, one.op == whale::UpdateOp::kMean});
@@ -60,9 +61,10 @@ class ElementwiseOp : public OpKernel {
         const Tensor& value = ctx->input(i);
         buffers.places[static_cast<int>(kind)].push_back(data_of(value));
         const int64_t elements = value.NumElements();
-        OP_REQUIRES(ctx, fits(kind, value.shape()),
-                    invalid("value ", i, " has the shape ", value.shape().DebugString(),
-                            ", which is no ", kind_name(kind), " of ", shape_.DebugString()));
+        OP_REQUIRES(
+            ctx, fits(kind, value.shape()),
+            invalid("value ", i, " of WhaleElementwise has the shape ", value.shape().DebugString(),
+                    ", which is no ", kind_name(kind), " of ", shape_.DebugString()));
         if (kind == OperandKind::kRow) buffers.row_elements.push_back(elements);
         if (kind == OperandKind::kColumn)
           buffers.column_runs.push_back(elements > 0 ? shape_.num_elements() / elements : 1);

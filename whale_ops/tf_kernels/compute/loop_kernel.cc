@@ -25,21 +25,23 @@ class LoopKernel : public OpKernel {
     OP_REQUIRES_OK(ctx, to_tensorflow(whale::parse_loop(lines, &program_)));
     const int stacked = static_cast<int>(stacked_shapes_.size());
     const auto fits = [&](LoopBuffer kind, int given) { return program_.count(kind) <= given; };
-    OP_REQUIRES(ctx,
-                turns_ > 0 && fits(LoopBuffer::kSlice, slices_) && fits(LoopBuffer::kSame, same_) &&
-                    fits(LoopBuffer::kState, states_) && fits(LoopBuffer::kStacked, stacked) &&
-                    static_cast<int>(first_.size()) == slices_ && first_.size() == step_.size(),
-                invalid(turns_, " turns of ", slices_, " sliced tensors with ", first_.size(),
-                        " first rows, ", same_, " tensors, ", states_, " states and ", stacked,
-                        " stacked results do not fit the program"));
+    OP_REQUIRES(
+        ctx,
+        turns_ > 0 && fits(LoopBuffer::kSlice, slices_) && fits(LoopBuffer::kSame, same_) &&
+            fits(LoopBuffer::kState, states_) && fits(LoopBuffer::kStacked, stacked) &&
+            static_cast<int>(first_.size()) == slices_ && first_.size() == step_.size(),
+        invalid("the inputs of WhaleLoop do not fit its program: ", turns_, " iterations of ",
+                slices_, " sliced tensors with ", first_.size(), " first rows, ", same_,
+                " tensors, ", states_, " states and ", stacked, " stacked results"));
     for (int i = 0; i < slices_; ++i) {
       OP_REQUIRES(ctx, first_[i] >= 0 && first_[i] + (turns_ - 1) * step_[i] >= 0,
-                  invalid("a sliced tensor is read from row ", first_[i], " on by ", step_[i]));
+                  invalid("WhaleLoop would read a negative row: sliced tensor ", i, " from row ",
+                          first_[i], " on, by ", step_[i], " rows an iteration"));
     }
     for (const TensorShape& shape : stacked_shapes_) {
       OP_REQUIRES(ctx, shape.dims() > 0 && shape.dim_size(0) == turns_,
-                  invalid("a stacked result of shape ", shape.DebugString(), "; expected ", turns_,
-                          " rows"));
+                  invalid("WhaleLoop has a stacked result of shape ", shape.DebugString(),
+                          "; expected ", turns_, " rows, one for each iteration"));
     }
   }
 
@@ -51,8 +53,8 @@ class LoopKernel : public OpKernel {
       const int64_t rows = value.dims() > 0 ? value.dim_size(0) : 0,
                     last = std::max(first_[i], first_[i] + (turns_ - 1) * step_[i]);
       OP_REQUIRES(ctx, last < rows,
-                  invalid("sliced tensor ", i, " has the shape ", value.shape().DebugString(),
-                          "; expected more than ", last, " rows"));
+                  invalid("sliced tensor ", i, " of WhaleLoop has the shape ",
+                          value.shape().DebugString(), "; expected more than ", last, " rows"));
       const int64_t own = value.NumElements() / rows;
       OP_REQUIRES_OK(ctx, check(LoopBuffer::kSlice, i, own));
       buffers.slices.push_back({value.flat<T>().data(), first_[i] * own, step_[i] * own});
@@ -91,8 +93,9 @@ class LoopKernel : public OpKernel {
   absl::Status check(LoopBuffer kind, size_t index, int64_t elements) const {
     const std::vector<int64_t>& expected = program_.elements[static_cast<int>(kind)];
     if (index >= expected.size() || expected[index] <= elements) return absl::OkStatus();
-    return invalid("tensor ", index, " of kind '", std::string(1, letter(kind)), "' has ", elements,
-                   " elements a turn; expected ", expected[index]);
+    return invalid("tensor ", index, " of kind '", std::string(1, letter(kind)),
+                   "' of WhaleLoop has ", elements, " elements an iteration; its program expects ",
+                   expected[index]);
   }
 
   static char letter(LoopBuffer kind) { return whale::kLoopLetters[static_cast<int>(kind)]; }
@@ -135,7 +138,10 @@ REGISTER_OP("WhaleLoop")
       for (int i = states; i < c->num_outputs(); ++i) {
         ShapeHandle shape;
         const size_t number = i - states;
-        if (number >= stacked.size()) return invalid("fewer shapes than stacked results");
+        if (number >= stacked.size())
+          return invalid(
+              "the attribute stacked_shapes of WhaleLoop has fewer shapes than the op has stacked "
+              "results");
         TF_RETURN_IF_ERROR(c->MakeShapeFromPartialTensorShape(stacked[number], &shape));
         c->set_output(i, shape);
       }

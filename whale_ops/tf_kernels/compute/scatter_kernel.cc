@@ -79,8 +79,8 @@ class ScatterRowsOp : public OpKernel {
     TensorShape expected = ids.shape();
     for (int d = 1; d < table.dims(); ++d) expected.AddDim(table.dim_size(d));
     if (rows.shape() != expected) {
-      return invalid("rows of shape ", rows.shape().DebugString(), " for ids of shape ",
-                     ids.shape().DebugString(), " of a table of shape ",
+      return invalid("WhaleScatterRows has rows of shape ", rows.shape().DebugString(),
+                     " for ids of shape ", ids.shape().DebugString(), " of a table of shape ",
                      table.shape().DebugString(), "; expected ", expected.DebugString());
     }
     job->ids = ids.flat<Id>().data();

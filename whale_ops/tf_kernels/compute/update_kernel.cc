@@ -26,8 +26,8 @@ class UpdateOp : public OpKernel {
     OP_REQUIRES_OK(ctx, to_tensorflow(whale::parse_update(lines, &program_)));
     OP_REQUIRES(ctx,
                 program_.count(OperandKind::kColumn) == 0 && program_.count(OperandKind::kSum) == 0,
-                invalid("columns and sums are for arithmetic without variables; "
-                        "expected tensors, scalars and rows"));
+                invalid("the program of WhaleUpdate has columns or sums; "
+                        "expected tensors, scalars and rows only"));
     const auto all = [&](OperandKind kind) {
       return static_cast<int64_t>(shapes_.size()) * program_.count(kind);
     };
@@ -36,16 +36,18 @@ class UpdateOp : public OpKernel {
     values_ = ctx->num_inputs() - handles;
     const bool inside = std::all_of(operands_.begin(), operands_.end(),
                                     [&](int64_t i) { return 0 <= i && i < values_; });
-    OP_REQUIRES(ctx,
-                inside && static_cast<int64_t>(operands_.size()) == all(OperandKind::kTensor) +
-                                                                        all(OperandKind::kScalar) +
-                                                                        all(OperandKind::kRow),
-                invalid("operands are ", operands_.size(), " numbers of ", values_,
-                        " values; expected each variable's tensors, its scalars, then its rows"));
+    OP_REQUIRES(
+        ctx,
+        inside && static_cast<int64_t>(operands_.size()) == all(OperandKind::kTensor) +
+                                                                all(OperandKind::kScalar) +
+                                                                all(OperandKind::kRow),
+        invalid("the attribute `operands` of WhaleUpdate has ", operands_.size(), " numbers for ",
+                values_,
+                " values; expected those of each variable's tensors, its scalars, then its rows"));
     OP_REQUIRES(
         ctx, handles == all(OperandKind::kOld) && ctx->num_outputs() == all(OperandKind::kResult),
-        invalid(handles, " variables and ", ctx->num_outputs(), " results; expected ",
-                all(OperandKind::kOld), " and ", all(OperandKind::kResult)));
+        invalid("WhaleUpdate has ", handles, " variables and ", ctx->num_outputs(),
+                " results; expected ", all(OperandKind::kOld), " and ", all(OperandKind::kResult)));
     for (const TensorShape& shape : shapes_)
       ends_.push_back((ends_.empty() ? 0 : ends_.back()) + shape.num_elements());
     reads_old_.resize(program_.count(OperandKind::kOld));
@@ -118,8 +120,9 @@ class UpdateOp : public OpKernel {
       const Tensor& value = ctx->input(handles + operands_[unit * each + i]);
       if (i >= one_by_one) {
         if (!is_row(value.shape(), shape)) {
-          return invalid("a row of shape ", value.shape().DebugString(), " in the update of a ",
-                         "variable of shape ", shape.DebugString(), "; expected its last sizes");
+          return invalid("WhaleUpdate has a row of shape ", value.shape().DebugString(),
+                         " in the update of a ", "variable of shape ", shape.DebugString(),
+                         "; expected its last sizes");
         }
         places(OperandKind::kRow).push_back(data_of(value));
         found->row_elements.push_back(value.NumElements());
@@ -127,9 +130,9 @@ class UpdateOp : public OpKernel {
       }
       const bool scalar = i >= tensors;
       if (scalar ? value.NumElements() != 1 : value.shape() != shape) {
-        return invalid("an operand of shape ", value.shape().DebugString(), " in the update of a ",
-                       "variable of shape ", shape.DebugString(), "; expected ",
-                       scalar ? "one element" : "the variable's shape");
+        return invalid("WhaleUpdate has an operand of shape ", value.shape().DebugString(),
+                       " in the update of a ", "variable of shape ", shape.DebugString(),
+                       "; expected ", scalar ? "one element" : "the variable's shape");
       }
       places(scalar ? OperandKind::kScalar : OperandKind::kTensor).push_back(data_of(value));
     }

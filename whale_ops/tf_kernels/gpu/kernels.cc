@@ -206,8 +206,8 @@ class DeviceAllGatherOp : public DeviceGroupOp {
     const Tensor& input = ctx->input(0);
     DeviceOperation& what = prepared->call.what;
     if (!division_.fits_part(input.shape(), what.size(), what.index)) {
-      return refused(input, absl::StrCat(division_.text(), "; expected this rank's own at index ",
-                                         what.index));
+      return refused(input, absl::StrCat(division_.text(),
+                                         "; expected this rank's own size at index ", what.index));
     }
     const TensorShape shape = division_.whole(input.shape());
     Tensor* output = nullptr;
@@ -321,7 +321,7 @@ class DeviceBroadcastOp : public DeviceGroupOp {
     DeviceOperation& what = prepared->call.what;
     if (root_ < 0 || root_ >= static_cast<int>(what.size()))
       return refused(ctx->input(0),
-                     absl::StrCat("root ", root_, "; expected an index into the group"));
+                     absl::StrCat("the root is ", root_, "; expected an index into the group"));
     what.kind = OpKind::kBroadcast;
     what.root = root_;
     for (size_t i = 0; i < shapes_.size(); ++i) {
@@ -331,7 +331,7 @@ class DeviceBroadcastOp : public DeviceGroupOp {
       if (what.index == root_) {
         const Tensor& input = ctx->input(number);
         if (input.shape() != shapes_[i])
-          return refused(input, absl::StrCat("declared is ", shapes_[i].DebugString(),
+          return refused(input, absl::StrCat("the declared shape is ", shapes_[i].DebugString(),
                                              "; correct the attribute 'shapes'"));
         ctx->set_output(number, input);
         what.tensors.push_back({data_of(input), data_of(input), input.NumElements()});
@@ -363,7 +363,8 @@ class DeviceSendOp : public DeviceOp {
   absl::Status prepare(OpKernelContext* ctx, PreparedCall* prepared) override {
     const Tensor& input = ctx->input(0);
     if (input.dims() > kMostDims)
-      return refused(input, absl::StrCat("more than ", kMostDims, " dimensions; reshape it"));
+      return refused(input,
+                     absl::StrCat("it has more than ", kMostDims, " dimensions; reshape it"));
     prepared->call.what.kind = OpKind::kSend;
     prepared->call.what.tensors = {{data_of(input), nullptr, input.NumElements()}};
     prepared->call.tells.assign(1 + kMostDims, 0);

@@ -11,8 +11,8 @@ using whale::Arena;
 
 absl::Status copy(OpKernelContext* ctx, const Tensor& from, Tensor* made) {
   if (!tensorflow::DataTypeCanUseMemcpy(from.dtype())) {
-    return invalid("values of ", tensorflow::DataTypeString(from.dtype()),
-                   " are not copied byte by byte; expected numbers");
+    return invalid("tensors of dtype ", tensorflow::DataTypeString(from.dtype()),
+                   " cannot be copied byte by byte; expected numbers");
   }
   TF_RETURN_IF_ERROR(ctx->allocate_temp(from.dtype(), from.shape(), made));
   copy_elements(from, made);
@@ -33,8 +33,9 @@ class ValuesOp : public OpKernel {
       Tensor value = *variable->tensor();
       OP_REQUIRES(ctx, variable->is_initialized && value.dtype() == output_type(i),
                   absl::FailedPreconditionError(absl::StrCat(
-                      "variable ", i, " of those that are read ",
-                      variable->is_initialized ? "has another type" : "has no value")));
+                      "variable ", i, " of those that WhaleValues reads ",
+                      variable->is_initialized ? "has another dtype than the op's output"
+                                               : "has not been initialised")));
       // A variable that is updated row by row changes in place even if others refer to its memory,
       // so it is copied.
       if (variable->copy_on_read_mode.load())
@@ -52,7 +53,8 @@ class LendOp : public OpKernel {
   void Compute(OpKernelContext* ctx) override {
     const Arena* arena = Arena::instance();
     OP_REQUIRES(ctx, arena != nullptr,
-                absl::FailedPreconditionError("this process shares no tensors with others"));
+                absl::FailedPreconditionError("this process cannot lend tensors to other ranks, "
+                                              "since it shares no memory with them"));
     const int count = ctx->num_inputs();
     Tensor* places = nullptr;
     OP_REQUIRES_OK(ctx, ctx->allocate_output(count, TensorShape({count}), &places));
@@ -62,7 +64,8 @@ class LendOp : public OpKernel {
       const char* data = data_of(lent);
       OP_REQUIRES(ctx, arena->holds(data),
                   invalid("a tensor of ", lent.TotalBytes(),
-                          " bytes is not made where peers read it; expected at least 256 KiB"));
+                          " bytes does not lie in the memory that ranks share; expected a tensor "
+                          "of at least 256 KiB"));
       places->vec<int64_t>()(i) = static_cast<int64_t>(arena->offset_of(data));
       ctx->set_output(i, lent);
     }

@@ -47,7 +47,7 @@ REGISTER_OP("WhaleDraw")
     .Attr("Tout: list(type) >= 1")
     .SetIsStateful()
     .SetShapeFn([](InferenceContext* c) {
-      return set_shapes(c, "outputs", "one shape for each of Tout");
+      return set_shapes(c, "outputs", "give one shape for each of Tout");
     })
     .Doc(
         "What the operation of `node`, a serialised NodeDef, draws: by one kernel for all nodes of "
@@ -184,7 +184,8 @@ class DrawOp : public OpKernel {
   explicit DrawOp(OpKernelConstruction* ctx) : OpKernel(ctx) {
     std::string text;
     read(ctx, "stream", &stream_, "node", &text);
-    OP_REQUIRES(ctx, node_.ParseFromString(text), invalid("the node of WhaleDraw is no NodeDef"));
+    OP_REQUIRES(ctx, node_.ParseFromString(text),
+                invalid("the attribute `node` of WhaleDraw is not a serialised NodeDef"));
   }
   void Compute(OpKernelContext* ctx) override {
     tensorflow::core::RefCountPtr<Streams> streams;
@@ -239,7 +240,8 @@ class SetStreamsOp : public OpKernel {
   void Compute(OpKernelContext* ctx) override {
     const Tensor &names = ctx->input(0), &positions = ctx->input(1);
     OP_REQUIRES(ctx, names.NumElements() == positions.NumElements(),
-                invalid("streams and positions are not as many"));
+                invalid("WhaleSetStreams has ", names.NumElements(), " names of streams and ",
+                        positions.NumElements(), " positions; expected as many of both"));
     tensorflow::core::RefCountPtr<Streams> streams;
     OP_REQUIRES_OK(ctx, streams_of(ctx, &streams));
     for (int64_t i = 0; i < names.NumElements(); ++i)

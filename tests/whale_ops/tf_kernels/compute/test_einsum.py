@@ -57,14 +57,14 @@ def test_few_products_are_divided_by_rows_and_nothing_is_nothing() -> None:
 @pytest.mark.parametrize(
     ("equation", "why"),
     [
-        ("bqd->bq", "no two operands"),
-        ("bqd,bkd", "no two operands"),
+        ("bqd->bq", "not have two operands"),
+        ("bqd,bkd", "not have two operands"),
         ("bqq,bkq->bqk", "twice in a term"),
-        ("bqd,bkd->bkq", "ends with another"),
-        ("bqde,bkde->bqk", "letters of the left operand"),
-        ("bqd,bkde->bqk", "letters of the right operand"),
-        ("bqd,bkd->bqkx", "letters of the result"),
-        ("bqd,bd->bq", "are missing"),
+        ("bqd,bkd->bkq", "not end with the right operand's letter"),
+        ("bqde,bkde->bqk", "a letter of the left operand"),
+        ("bqd,bkde->bqk", "a letter of the right operand"),
+        ("bqd,bkd->bqkx", "a letter of the result"),
+        ("bqd,bd->bq", "is missing"),
     ],
 )
 def test_other_equations_are_refused(equation: str, why: str) -> None:

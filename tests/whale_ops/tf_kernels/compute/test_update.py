@@ -112,11 +112,11 @@ def test_what_does_not_fit_is_refused() -> None:
     for line in ("Mul n0 o0", "Sqrt o0 n0", "Sqrt n0 o0 o0", "Sqrt n0 o99"):
         with pytest.raises(tf.errors.InvalidArgumentError, match="is no instruction"):
             update([variable], [1.0], [line], [0])
-    with pytest.raises(tf.errors.InvalidArgumentError, match="columns and sums are for arithmetic without variables"):
+    with pytest.raises(tf.errors.InvalidArgumentError, match="WhaleUpdate has columns or sums"):
         update([variable], [tf.zeros((2, 1))], ["Mul n0 o0 c0"], [0])
     with pytest.raises(tf.errors.InvalidArgumentError, match="an operand of shape"):
         update([variable], [tf.zeros((3, 2))], ["Add n0 o0 v0"], [0])
-    with pytest.raises(tf.errors.InvalidArgumentError, match="operands are 0 numbers of 1 values"):
+    with pytest.raises(tf.errors.InvalidArgumentError, match="`operands` of WhaleUpdate has 0 numbers for 1 values"):
         update([variable], [tf.zeros((2, 3))], ["Add n0 o0 v0"], [])
     with pytest.raises(
         tf.errors.FailedPreconditionError, match="has the shape \\[2,3\\]; expected float of shape \\[6\\]"
