@@ -108,8 +108,8 @@ def find_library(name: str) -> Path:
     if info[name]["core"] != build.compute_core_digest():
         raise CommError(
             f"{name} was built from other sources than those beside it",
-            given=f"core {info[name]['core']}",
-            expected=f"core {build.compute_core_digest()}",
+            given=f"a build of sources with the digest {info[name]['core']}",
+            expected=f"a build of the present sources, whose digest is {build.compute_core_digest()}",
             action="run python -m whale_ops.build",
         )
     return path

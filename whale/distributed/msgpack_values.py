@@ -88,8 +88,8 @@ def _replace_values(value: Any) -> Any:
         said = [whole.dtype.name, list(whole.shape), whole.tobytes()]
         return _encode_extension(_SCALAR if isinstance(value, np.generic) else _ARRAY, said)
     raise TypeError(
-        f"a value of {kind.__module__}.{kind.__qualname__} is no plain value: give numbers, text, bytes, NumPy arrays, "
-        "or lists, tuples, dictionaries and sets of these"
+        f"a value of {kind.__module__}.{kind.__qualname__} cannot be sent to other ranks: give numbers, text, "
+        "bytes, NumPy arrays, or lists, tuples, dictionaries and sets of these"
     )
 
 

@@ -97,12 +97,16 @@ class Line:
 
 def _fail(text: str, message: str, given: str, expected: str) -> RuleError:
     action = "correct the rule line, which is like `m k+, k+ n -> m n`; whale/sharding_rules/notation.py explains it"
-    return RuleError(message, rule=text, given=given, expected=expected, action=action)
+    return RuleError(
+        f"a sharding rule is malformed: {message}", rule=text, given=given, expected=expected, action=action
+    )
 
 
 def _fail_passes(text: str, message: str, given: str, expected: str) -> RuleError:
     action = "correct lin=, mono= or copy= of the rule, which is like `0|1&2`: operand 0, or operands 1 and 2 together"
-    return RuleError(message, passes=text, given=given, expected=expected, action=action)
+    return RuleError(
+        f"a sharding rule is malformed: {message}", passes=text, given=given, expected=expected, action=action
+    )
 
 
 def _note_flag(text: str, flags: dict[str, str], label: str, flag: str, *, output: bool) -> None:

@@ -43,7 +43,7 @@ class _Refused(Exception):
     """Raised if some loops cannot be replaced after all; the graph is then processed again without them."""
 
     def __init__(self, loops: set[str]) -> None:
-        super().__init__(", ".join(sorted(loops)))
+        super().__init__(f"WhaleLoop cannot replace the loops {', '.join(sorted(loops))}")
         self.loops = loops
 
 

@@ -74,7 +74,8 @@ class LoopRewrite:
       others: the loops of the graph that are replaced, by name.
       kinds: what each tensor of the body depends on.
       same: tensors of the body that are the same in each iteration -> their values in the graph.
-      early: tensors of the body that no state decides -> their values in all iterations, computed before the loop.
+      early: tensors of the body that do not depend on earlier iterations -> their values in all iterations, computed
+        before the loop.
       late: tensors of the body that no later iteration needs -> their values in all iterations, computed after the
         loop.
       reads: tensors of the body that are slices -> the slice of each iteration.
@@ -403,7 +404,9 @@ class LoopRewrite:
         return found.pop()
 
     def _need_ancestors(self, ref: Ref) -> None:
-        """Adds the states that a tensor of the body is computed from."""
+        """Adds to ``states`` the loop variables that a tensor of the body is computed from and that change from one
+        iteration to the next.
+        """
         of = {name: i for i, name in enumerate(self.body.inputs)}
         seen: set[str] = set()
         stack, states = [ref.node], []
@@ -429,8 +432,8 @@ class LoopRewrite:
         return stack_node(self.g, self.body, node, operands, self.turns.count)
 
     def _compute_early(self, ref: Ref) -> Ref:
-        """Returns the stacked values of a tensor that no state decides; adds the nodes before the loop that compute
-        them.
+        """Returns the values in all iterations, stacked, of a tensor that does not depend on earlier iterations; adds
+        the nodes before the loop that compute them.
         """
         if ref not in self.early:
             self.early[ref] = self._stack(self.body.by_name[ref.node])
@@ -448,8 +451,8 @@ class LoopRewrite:
         return self.kind_of(ref) is not _Kind.SAME
 
     def _is_worth_it(self, ref: Ref) -> bool:
-        """Returns True if a tensor that no state decides should be computed before the loop: a matrix product is needed
-        for it, or its dtype is not supported inside.
+        """Returns True if a tensor that does not depend on earlier iterations should be computed before the loop, for
+        all iterations at once: it takes a matrix product, or WhaleLoop does not support its dtype.
         """
         if not self._can_be_early(ref):
             return False

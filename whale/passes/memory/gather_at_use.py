@@ -121,8 +121,9 @@ def _uses(program: Program, read: Node, chain: tuple[Node, ...], kept: Collectio
 
 
 def _copies(use: _Use, number: int, controls: tuple[str, ...]) -> Iterator[Node]:
-    """Yields the nodes of the copy for one use: the nodes of its chain, and an Identity marked ``gathered_at_use``
-    before, between and after them.
+    """Yields the nodes that give one use of a weight a gathered copy of its own: copies of the casts and reshapes
+    between the variable's read and its reader (``use.chain``), and an Identity marked ``gathered_at_use`` before,
+    between and after them.
 
     Propagation chooses at which Identity the weight is gathered, for example after a cast to 16 bits.
 

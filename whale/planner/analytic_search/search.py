@@ -448,8 +448,8 @@ class Search(Families):
         return self.fit(found)
 
     def _recut(self, settings: ParallelStrategy, orders: Iterable[Ranks], seconds: float) -> Iterator[ParallelStrategy]:
-        """Yields strategies without interleaving on each of these lists of ranks, if they may be faster than
-        `seconds`.
+        """Yields, for each order of the ranks in `orders`, a strategy with one chunk of layers in each stage, unless a
+        step under it surely takes longer than `seconds`.
         """
         if self.limits.chunks not in (None, 1):
             return

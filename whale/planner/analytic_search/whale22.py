@@ -80,7 +80,7 @@ def plan22(model: Model, machines: Machines, batch: int) -> SearchResult:
                 fastest_s=found.step_s,
             )  # fmt: skip
     raise PlanError(
-        "by the published planner's formulas no strategy fits into memory",
+        "the planner whale22 finds, by the formulas that were published for it, no strategy that fits into memory",
         given=f"{model.name}, a batch of {batch} rows on {machines.devices} devices of {machines.cluster.name}",
         action="leave out --planner: Whale's own planner also tries micro-batches, recompute and tensor parallelism",
     )

@@ -74,8 +74,8 @@ def _card(grids: list[dict[str, Any]], filled: bool) -> dict[str, Any]:
 
 
 def _grid(name: str, axes: Sequence[Axis], ranks: Sequence[int], full: Mapping[int, float | None]) -> dict[str, Any]:
-    """Returns the data of one grid; a row is (label, cells), a cell is (rank, its coordinates as text, memory in
-    use).
+    """Returns the data from which the page draws one mesh of ranks as a grid; a row is (label, cells), a cell is (rank,
+    its coordinates as text, the fraction of its memory that is in use).
     """
     sizes = [axis.size for axis in axes]
     across = 0 if len(axes) == 2 and sizes[0] > sizes[1] else len(axes) - 1

@@ -91,8 +91,8 @@ class _PieceMessage:
         return tf.concat([tf.reshape(mine[i], [-1]) for i, *_ in self.pieces], 0)
 
     def unpack(self, row: Callable[[], tf.Tensor]) -> Iterator[tuple[int, int, Callable[[], tf.Tensor]]]:
-        """Yields each piece in the message as (index of its variable's holding, number of the piece, function that
-        returns its value).
+        """Yields each piece in the message as (index of the variable that it is a piece of, number of the piece among
+        those of the variable, function that returns the piece's value).
 
         Args:
           row: returns the tensor that ``pack`` made.
@@ -209,7 +209,7 @@ class Generations:
             kept.pop(step - 2, None)
 
     def read_now(self) -> Snapshot:
-        """Returns a snapshot of this moment, without keeping it; not collective."""
+        """Returns a snapshot of this rank's variables as they are now, without keeping it; not collective."""
         holdings = self._variables.list_holdings(self.ranks.size)
         own = [holding if holding.find_piece(self.rank) is not None else None for holding in holdings]
         values = [

@@ -407,7 +407,7 @@ def shard(dataset: tf.data.Dataset, by: str = "row") -> ShardedDataset:
     context = require_current("wh.shard")
     if by not in ("row", "file"):
         raise PlanError(
-            "wh.shard cannot divide a dataset that way",
+            "the argument `by` of wh.shard names no way of dividing a dataset",
             given=f"by={by!r}",
             expected='by="row" or by="file"',
             action='leave by out, or pass "file" where each rank reads files of its own',

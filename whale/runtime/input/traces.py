@@ -365,7 +365,8 @@ class SizesOfTrace:
         if isinstance(why, CommError):
             raise why
         self._refused = True
-        log.debug(f"`{name}` is compiled for each size of its arguments: {type(why).__name__}: {why}")
+        reason = why if isinstance(why, str) else f"{type(why).__name__}: {why}"
+        log.debug(f"the step `{name}` is compiled anew for each size of its arguments, since {reason}")
 
 
 def _widen(known: Dims | None, new: Dims | None) -> Dims | None:

@@ -62,15 +62,15 @@ struct Equation {
         found->batch += letter;
       } else if (!(right || out) || !set(letter, out ? &found->row : &found->summed)) {
         return refused(
-            "a letter of the left operand is in no other term, or has a role that another letter "
-            "has");
+            "the left operand has a letter of its own, or several letters of the result or of the "
+            "right operand alone");
       }
     }
     for (const char letter : found->right) {
       if (in(found->left, letter)) continue;
       if (!in(found->out, letter) || !set(letter, &found->column))
         return refused(
-            "a letter of the right operand is in no other term, or has a role that another has");
+            "the right operand has a letter of its own, or several letters of the result alone");
     }
     for (const char letter : found->out) {
       if (!in(found->left, letter) && !in(found->right, letter))
@@ -118,9 +118,9 @@ class EinsumOp : public OpKernel {
     for (size_t i = 0; fits && i < e.right.size(); ++i)
       fits = e.size_of(e.right[i], left, right) == right.dim_size(i);
     OP_REQUIRES(ctx, fits,
-                invalid("operands of the shapes ", left.shape().DebugString(), " and ",
-                        right.shape().DebugString(), "; expected sizes as in ", e.left, ",",
-                        e.right, "->", e.out));
+                invalid("WhaleEinsum has operands of the shapes ", left.shape().DebugString(),
+                        " and ", right.shape().DebugString(), "; expected sizes as in ", e.left,
+                        ",", e.right, "->", e.out));
     TensorShape shape;
     for (const char letter : e.out) shape.AddDim(e.size_of(letter, left, right));
     Tensor* out = nullptr;
