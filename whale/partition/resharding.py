@@ -122,7 +122,7 @@ def emit_reshard(e: Emitter, r: Reshard, t: TensorType, source: Callable[[], Ref
             name, "WhaleReduceScatter", (local,), t, attrs, (TensorType(t.dtype, local_shape(t.shape, want, e.rank)),)
         )
     raise LayoutError(
-        "no single reshard implements this change",
+        "a change of a tensor's placement cannot be carried out by one reshard",
         op=str(r.ref),
         given=f"{have} -> {want}",
         notation=LEGEND,
