@@ -161,7 +161,7 @@ def test_when_nothing_fits_the_error_says_what_binds_and_what_to_do():
     model, _ = ask.describe("gpt:layers=96,hidden=12288,heads=96")
     with pytest.raises(PlanError) as error:
         ask.plan(cluster_file.parse(UNEQUAL), 8, model)
-    assert "binds" in error.value.facts and "layers instead of 96" in str(error.value)
+    assert "largest_part" in error.value.facts and "layers instead of 96" in str(error.value)
 
 
 def test_a_description_does_not_say_how_the_model_is_spread():

@@ -371,7 +371,7 @@ class LoopRewrite:
                 self.late[ref] = self._stack(node)
             return self.late[ref]
         if kind not in (_Kind.EARLY, _Kind.TURN):
-            raise NotFollowed("a counter of the loop is needed as a tensor of all iterations")
+            raise NotFollowed("the values of a loop counter in all iterations are needed as one tensor")
         t = self.body.find_type(ref)
         if not t.is_static or t.dtype not in (*_DTYPES, "bool"):
             raise NotFollowed(

@@ -87,7 +87,7 @@ def nothing_fits(searches: Sequence[Search], limits: Constraints, fits: Fits) ->
         "no parallel strategy of the model fits into the devices' memory",
         given=f"{model.name} on {machines.devices} devices of {machines.cluster.name}",
         nearest=f"{strategy.format_summary()}: stage {stage} {needs}; it lacks {format_bytes(found.lacking_bytes)}",
-        binds=f"{most}, {format_bytes(held[most])}" if on_device else "the hosts' memory",
+        largest_part=f"{most}, {format_bytes(held[most])}" if on_device else "the hosts' memory",
         action=", or ".join(proposed) or "change the model: neither more devices nor more memory is enough",
     )
 

@@ -224,12 +224,13 @@ def number_operations_anew() -> Iterator[None]:
 
 
 class Traces:
-    """Holds the traces that one process would have of a step.
+    """Holds the traces that tf.function would make of a step in a program of one process, so that Whale's steps draw
+    the same random numbers as there.
 
     Args:
-      step: what the step is made of; perhaps a tf.function.
-      one: whether one trace serves all shapes, as the caller knows.
-      has_sizes: whether that trace knows its sizes.
+      step: the function of the step; perhaps a tf.function.
+      one: True if one trace serves arguments of all shapes.
+      has_sizes: whether the shapes of that one trace's inputs are fully known.
     """
 
     def __init__(self, step: Callable[..., Any], one: bool, has_sizes: bool = True) -> None:

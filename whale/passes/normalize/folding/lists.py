@@ -85,8 +85,9 @@ class _Elements:
         self.changed = False
 
     def solve(self) -> dict[tuple[str, Ref], _Item]:
-        """Computes the least fixpoint: (graph, list) -> item. It ends, since every step only moves up a lattice of
-        finite height.
+        """Computes what is known of the items of each list, {(graph, list): item}: visits all nodes again and again
+        until nothing changes (the least fixpoint). That ends, since each change takes away one of the finitely many
+        facts that are known of an item.
         """
         self.changed = True
         while self.changed:
