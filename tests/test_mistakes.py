@@ -102,7 +102,7 @@ BAD = [
     ("run -np 2", "required: script"),
     ("run --np 2 train.py", "there is no option --np\n  next: write -np, if that is meant"),
     ("run train.py -np 2", "required: -np; behind the script it is the script's own"),
-    ("plan --describe gpt:layer=48 --cluster small.yaml", "a gpt has no layer\n  given: layer=48"),
+    ("plan --describe gpt:layer=48 --cluster small.yaml", "a gpt model has no field layer\n  given: layer=48"),
     ("plan --describe gpt:layer=48 --cluster small.yaml", "next: write layers=48, if that is meant"),
     (f"plan --describe {GPT} --cluster small.yaml --set stage=2", "next: write stages=2, if that is meant"),
     (

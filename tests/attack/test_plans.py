@@ -44,7 +44,7 @@ def _whole_operand(plan: Plan) -> Plan:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (_without_operand, "or a reshard to it"),
+        (_without_operand, "or a reshard of the operand to it"),
         (_whole_operand, "MatMul"),
         (lambda plan: replace(plan, micro_batches=10**9), "1000000000 micro-batches, and the inputs have at most"),
         (lambda plan: replace(plan, returned={"": plan.returned[""][:-1]}), "placements of outputs"),

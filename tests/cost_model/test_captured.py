@@ -331,7 +331,7 @@ def test_loops_are_refused() -> None:
     b = Builder("looped", "float32")
     x = b.input("x", (4,))
     state = b.node("StatelessWhile", [x], [b.types[x]])
-    with pytest.raises(PlanError, match="no predicted time"):
+    with pytest.raises(PlanError, match="cannot predict the time and memory of this loop"):
         graph_of(b.build([state]), 0, 1)
 
 

@@ -134,7 +134,7 @@ def test_output_may_arrive_together_with_the_greeting() -> None:
         (FrameKind.HELLO, b"{}"),
         (FrameKind.STDOUT, large),
     ]
-    with pytest.raises(ValueError, match="of at most"):
+    with pytest.raises(ValueError, match="bytes arrived, and messages of ranks have at most"):
         Unpacker(first_bytes=HELLO_LIMIT_BYTES).feed(pack(FrameKind.STDOUT, large))
 
 

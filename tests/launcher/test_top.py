@@ -73,7 +73,7 @@ def test_a_run_tells_what_its_ranks_do(
     shown = capsys.readouterr().out.splitlines()
     assert shown[0] == f"whale run {process.pid}: {status.command}" and shown[0].endswith("script.py --epochs 3")
     assert shown[1].startswith("2 ranks, up ") and shown[-2].split()[2] == "3" and "in evaluate" in shown[-2]
-    with pytest.raises(ClusterError, match="there is no such run"):
+    with pytest.raises(ClusterError, match="no run of this process number"):
         top.choose_run(process.pid)
 
 

@@ -59,16 +59,16 @@ void Neighbours::offer(const Doorbell& bell, Card* card) {
 std::string Neighbours::reach(int rank, const Card& card) {
   Neighbour& neighbour = neighbours_[static_cast<size_t>(rank)];
   neighbour.process = card.process;
-  if (own_ == nullptr) return "the first rank could not create shared memory";
+  if (own_ == nullptr) return "this rank could not create shared memory";
   if (card.segment_descriptor < 0 && card.error == Card::kSwitchedOff)
-    return "the second rank has shared memory switched off";
+    return "rank " + std::to_string(rank) + " has shared memory switched off";
   if (card.segment_descriptor < 0)
-    return std::string("the second rank could not create shared memory (") +
+    return "rank " + std::to_string(rank) + " could not create shared memory (" +
            std::strerror(card.error) + ")";
   uint64_t mark[2] = {};
   const int error = read_memory(card.process, card.mark_address, mark, sizeof(mark));
   if (error != 0 || std::memcmp(mark, card.mark, sizeof(mark)) != 0) {
-    return std::string("the memory of the second rank cannot be read (") +
+    return "the memory of rank " + std::to_string(rank) + " cannot be read (" +
            (error != 0 ? std::strerror(error) : "another process has its process number") +
            "; containers need one process namespace and CAP_SYS_PTRACE)";
   }
@@ -78,10 +78,10 @@ std::string Neighbours::reach(int rank, const Card& card) {
     neighbour.bell = static_cast<Bell*>(map_of(card.process, card.bell_descriptor, sizeof(Bell)));
   if (neighbour.bell != nullptr) neighbour.pipe = open_pipe_of(card.process, card.pipe_descriptor);
   if (neighbour.pipe < 0)
-    return std::string("the shared memory of the second rank cannot be opened (") +
+    return "the shared memory of rank " + std::to_string(rank) + " cannot be opened (" +
            std::strerror(errno) + ")";
   if (std::memcmp(neighbour.segment->mark, card.mark, sizeof(mark)) != 0)
-    return "the shared memory that was opened is not that of the second rank";
+    return "the shared memory that was opened is not that of rank " + std::to_string(rank);
   if (card.arena_descriptor >= 0) {
     neighbour.arena =
         static_cast<char*>(map_of(card.process, card.arena_descriptor, card.arena_bytes));

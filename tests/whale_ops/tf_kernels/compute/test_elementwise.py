@@ -139,7 +139,11 @@ def test_shapes_of_sums_are_the_last_sizes() -> None:
 @pytest.mark.parametrize(
     ("program", "shapes", "why"),
     [
-        (["Add y0 v0 v1"], [(2, 3), (3, 2)], "value 1 has the shape \\[3,2\\], which is no tensor of \\[2,3\\]"),
+        (
+            ["Add y0 v0 v1"],
+            [(2, 3), (3, 2)],
+            "value 1 of WhaleElementwise has the shape \\[3,2\\], which is no tensor of \\[2,3\\]",
+        ),
         (["Add y0 v0 s0"], [(2, 3), (3,)], "which is no scalar"),
         (["Add y0 v0 r0"], [(2, 3), (2,)], "which is no row"),
         (["Add y0 v0 c0"], [(2, 3), (2,)], "which is no column"),
