@@ -102,7 +102,7 @@ def test_frames_survive_any_cut() -> None:
 
 
 def test_what_is_no_frame_is_refused() -> None:
-    with pytest.raises(ValueError, match="of at most 8"):
+    with pytest.raises(ValueError, match="have at most 8 bytes"):
         Unpacker(limit_bytes=8).feed(pack(FrameKind.STDOUT, b"x" * 9))
     with pytest.raises(ValueError, match="71"):
         Unpacker().feed(b"GET /\0\0\0\0\0")
