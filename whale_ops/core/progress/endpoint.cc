@@ -70,9 +70,9 @@ Status Endpoint::read_lent(int peer, uint64_t place, void* to, uint64_t bytes) {
   const char* from = shared ? transport_->at(peer, place, bytes) : nullptr;
   if (from == nullptr) {
     return Status::Error(Code::kInternal, "rank " + std::to_string(rank_) + " has not mapped " +
-                                              std::to_string(bytes) + " bytes at " +
-                                              std::to_string(place) + " of rank " +
-                                              std::to_string(peer) + "; report this");
+                                              std::to_string(bytes) + " bytes at offset " +
+                                              std::to_string(place) + " of the memory that rank " +
+                                              std::to_string(peer) + " shares; report this");
   }
   if (bytes > 0) std::memcpy(to, from, bytes);
   return Status::Ok();

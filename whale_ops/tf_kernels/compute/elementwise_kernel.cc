@@ -42,7 +42,7 @@ class ElementwiseOp : public OpKernel {
     for (const TensorShape& shape : sum_shapes_) {
       OP_REQUIRES(ctx, shape.num_elements() > 0 && fits(OperandKind::kRow, shape),
                   invalid("WhaleElementwise has a sum of shape ", shape.DebugString(),
-                          "; expected the last sizes of ", shape_.DebugString()));
+                          "; expected a shape that is the last sizes of ", shape_.DebugString()));
     }
     for (const whale::Instruction& one : program_.instructions) {
       if (is_sum(one.op)) means_.push_back({one.to.index, one.op == whale::UpdateOp::kMean});

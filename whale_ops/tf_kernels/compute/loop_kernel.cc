@@ -94,8 +94,8 @@ class LoopKernel : public OpKernel {
     const std::vector<int64_t>& expected = program_.elements[static_cast<int>(kind)];
     if (index >= expected.size() || expected[index] <= elements) return absl::OkStatus();
     return invalid("tensor ", index, " of kind '", std::string(1, letter(kind)),
-                   "' of WhaleLoop has ", elements, " elements an iteration; its program expects ",
-                   expected[index]);
+                   "' (x: sliced, w: whole, s: state, y: stacked) of WhaleLoop has ", elements,
+                   " elements an iteration; its program expects ", expected[index]);
   }
 
   static char letter(LoopBuffer kind) { return whale::kLoopLetters[static_cast<int>(kind)]; }
