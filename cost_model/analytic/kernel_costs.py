@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from cost_model.analytic.stacks import EXPERT_STREAMS, Stack
-from cost_model.analytic.transformer_kernels import Attention, Collective, Matmul, Op, Streaming
+from cost_model.analytic.transformer_kernels import Attention, Collective, Idle, Matmul, Op, Streaming
 from cost_model.hardware import Device
 from cost_model.kernels.collectives import COLLECTIVES, Group
 from cost_model.kernels.compute import Rates, attention_s, find_rates, matmul_s, streaming_s
@@ -98,6 +98,9 @@ def cost(ops: Sequence[Op], on: Rank, backward: bool = False) -> Cost:
     beside: dict[str, float] = {}  # seconds of products and attention, by name
     hidden: list[tuple[Collective, float]] = []
     for op in ops:
+        if isinstance(op, Idle):
+            device_s += op.seconds
+            continue
         launch_us += host_us
         if isinstance(op, Matmul):
             seconds = matmul_s(on.weight_rates if op.weights else rates, op.m, op.n, op.k, op.batch)

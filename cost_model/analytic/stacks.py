@@ -109,10 +109,13 @@ class Stack(catalogue.Entry, frozen=True):
         launches_each_expert: whether the products of a rank's experts are launched one by one on `EXPERT_STREAMS`
             streams (if not, as one grouped kernel).
         dispatches_once: whether a token is sent once to each host that has some of its experts, and from there over the
-            links inside (if not, once to each expert).
+            links inside once to each rank (if not, once to each expert).
         dispatch_bytes: bytes of an element that is sent to experts; None: as in `dtype`. Results always come back in
             `dtype`.
         hides_experts: fraction of the experts' all-to-all that overlaps kernels of another micro-batch.
+        expert_wait_us: microseconds for which a device has no kernel to run in each layer with experts and micro-batch,
+            since the host waits until the experts' tokens are counted before it launches what works on them; 0: their
+            number stays on the device.
         kernel_time: factor on the time that the devices' efficiency curves give for kernels (fitted; other clocks or
             kernels).
         base_gb: memory of the framework itself on every rank in GB, CUDA context, loaded kernels and libraries' buffers
@@ -169,6 +172,7 @@ class Stack(catalogue.Entry, frozen=True):
     dispatches_once: bool = False
     dispatch_bytes: NotNegative | None = None
     hides_experts: Part = 0.0
+    expert_wait_us: NotNegative = 0.0
     kernel_time: Annotated[float, Meta(gt=0)] = 1.0
 
     @property

@@ -79,7 +79,15 @@ class Collective:
     along: Literal["tensor", "context"] = "tensor"
 
 
-Op = Matmul | Streaming | Attention | Collective
+@dataclass(frozen=True, slots=True)
+class Idle:
+    """Represents seconds in which the device waits for the host, which waits for a result of the device."""
+
+    name: str
+    seconds: float
+
+
+Op = Matmul | Streaming | Attention | Collective | Idle
 LAST_PRODUCT = "feed forward 2"  # of a layer's forward pass
 FLOAT_BYTES = 4  # of single precision, in which the loss is computed
 # Products of the fused attention's backward pass for each of its forward pass: five instead of two, since the scores
@@ -224,6 +232,7 @@ def layer_forward(t: Transformer, p: LayerShare, stack: Stack) -> list[Op]:
         *_enter(p, whole, stack, "feed forward 1"),
         *_list_router(t, p),
         *_list_routing(t, p, stack, ROUTING_KERNELS),
+        *_list_waits(t, stack),
         *_list_shared_forward(t, p, stack),
         Matmul("feed forward 1", rows, first * f // w, h, own_experts, weights=True),
         *_pointwise("activation", (1 + first) * e * rows * own_experts * float(f) / w, stack),
@@ -347,7 +356,15 @@ MODULES: dict[str, tuple[str, ...]] = {
     "norms": ("norm 1", "norm 2"),
     "activation": ("activation", "shared activation"),
     "queries": ("qkv", "bias", "rotation", "latents", "queries", "keys and values"),
-    "network": ("router", "dispatch, combine", "feed forward 1", "activation", "shared 1", "shared activation"),
+    "network": (
+        "router",
+        "dispatch, combine",
+        "tokens counted",
+        "feed forward 1",
+        "activation",
+        "shared 1",
+        "shared activation",
+    ),
 }
 
 
@@ -396,6 +413,13 @@ def _list_routing(t: Transformer, p: LayerShare, stack: Stack, kernels: int) -> 
         passes += 2.0 * 2
     copied = passes * stack.element_bytes * tokens * t.top * t.hidden
     return [Streaming("dispatch, combine", copied, kernels)]
+
+
+def _list_waits(t: Transformer, stack: Stack) -> list[Op]:
+    """Lists the time for which the device waits until the host knows how many tokens its experts get; [] without
+    experts, or where the host need not know.
+    """
+    return [Idle("tokens counted", 1e-6 * stack.expert_wait_us)] if t.experts and stack.expert_wait_us else []
 
 
 def _list_router(t: Transformer, p: LayerShare) -> list[Op]:

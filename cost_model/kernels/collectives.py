@@ -243,7 +243,7 @@ class RoutedTokens:
         top: number of experts of a token.
         experts: number of experts of the layer.
         groups, top_groups: number of groups of experts, and of the groups in which one token's experts may be; 0: any.
-        once: whether a token is sent once to each host, and from there to its experts over the links inside.
+        once: whether a token is sent once to each host, and from there over the links inside once to each rank.
     """
 
     there_bytes: float
@@ -255,29 +255,46 @@ class RoutedTokens:
     once: bool = False
 
     def count_hosts(self, hosts: int) -> float:
-        """Returns the mean number of hosts, of `hosts`, on which a token's experts are.
+        """Returns the mean number of hosts, of `hosts`, on which a token's experts are."""
+        return _count_drawn(self._count_able(hosts), self.top)
 
-        If h hosts are equally likely, one of them has none of a token's n experts with probability (1 - 1/h)^n.
-        """
-        able = min(hosts, self.top_groups * -(-hosts // self.groups)) if self.top_groups else hosts
-        return able * (1.0 - (1.0 - 1.0 / able) ** self.top)
+    def count_ranks(self, ranks: int, hosts: int) -> float:
+        """Returns the mean number of ranks, of `ranks` on `hosts` hosts, on which a token's experts are."""
+        if self.experts <= ranks:  # no rank has two of them
+            return float(self.top)
+        return _count_drawn(ranks * self._count_able(hosts) / hosts, self.top)
+
+    def _count_able(self, hosts: int) -> int:
+        """Returns on how many of `hosts` hosts the experts of one token may be."""
+        return min(hosts, self.top_groups * -(-hosts // self.groups)) if self.top_groups else hosts
+
+
+def _count_drawn(parts: float, draws: int) -> float:
+    """Returns the mean number of different parts, of equally likely ones, in so many draws.
+
+    One of n parts is in none of d draws with probability (1 - 1/n)^d.
+    """
+    return parts * (1.0 - (1.0 - 1.0 / parts) ** draws)
 
 
 def exchange_tokens_s(group: Group, routed: RoutedTokens) -> float:
     """Returns the seconds to send tokens to their experts on other ranks and back: two all-to-alls.
 
-    With `routed.once`, each token crosses to a host once, and its copies go over the links inside hosts (DeepSeek-AI,
-    "DeepSeek-V3", 2024, section 3.2.2).
+    With `routed.once`, each token crosses to a host once, and goes over the links inside hosts once to each rank that
+    has some of its experts, which adds their results before they return (DeepSeek-AI, "DeepSeek-V3", 2024, section
+    3.2.2; DeepEP, deep_ep/buffer.py, dispatch and combine).
     """
     if group.size == 1:
         return 0.0
-    if not routed.once or group.hosts == 1:
+    if not routed.once:
         return all_to_all_s(group, routed.there_bytes) + all_to_all_s(group, routed.back_bytes)
-    away = routed.count_hosts(group.hosts) * (group.hosts - 1) / group.hosts / routed.top
+    hosts, each = group.hosts, group.per_host
+    away = routed.count_hosts(hosts) * (hosts - 1) / hosts / routed.top
+    beside = routed.count_ranks(group.size, hosts) * (each - 1) / each / routed.top
     found = 0.0
     for copies in (routed.there_bytes, routed.back_bytes):
-        between_s = copies * away * group.per_host / group.host_bytes_per_s
-        inside_s = copies * (group.per_host - 1) / group.per_host / group.link_bytes_per_s
+        between_s = copies * away * each / group.host_bytes_per_s if hosts > 1 else 0.0
+        inside_s = copies * beside / group.link_bytes_per_s
         found += START_S + _compute_steps_s(group, "simple", 1) + max(inside_s, between_s)
     return found
 

@@ -117,8 +117,20 @@ def test_tokens_that_cross_once_to_each_host_take_less_of_the_adapters() -> None
     half = replace(limited, there_bytes=size / 2)  # in a dtype half as large
     both = [collectives.exchange_tokens_s(here, one) for one in (limited, half)]
     assert both[1] / both[0] == pytest.approx(0.75, rel=1e-3)
-    # Inside a host there is nothing to cross.
-    assert collectives.exchange_tokens_s(over(8, 8), once) == collectives.exchange_tokens_s(over(8, 8), each)
+
+
+def test_tokens_that_go_once_to_each_rank_take_less_of_the_links() -> None:
+    host, size = over(8, 8), 8e10
+    each = collectives.RoutedTokens(size, size, 8, 64)
+    once = replace(each, once=True)
+    part = collectives.exchange_tokens_s(host, once) / collectives.exchange_tokens_s(host, each)
+    # Eight ranks have eight experts each, on 5.25 of which a token's eight are.
+    draws = 8 * (1 - (7 / 8) ** 8)
+    assert once.count_ranks(8, 1) == pytest.approx(draws)
+    assert part == pytest.approx(draws / 8, rel=1e-3)
+    # With an expert on each rank there is nothing to send together.
+    alone = replace(once, experts=8)
+    assert collectives.exchange_tokens_s(host, alone) == collectives.exchange_tokens_s(host, replace(alone, once=False))
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 8])

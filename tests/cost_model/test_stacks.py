@@ -430,6 +430,18 @@ def test_products_of_experts_are_launched_one_by_one_where_the_software_does_so(
             assert one.device_s - all_.device_s == pytest.approx(more * on.rates.kernel_s / 4)
 
 
+def test_a_device_waits_once_a_layer_for_the_number_of_its_experts_tokens() -> None:
+    mixture = msgspec.structs.replace(GPT, experts=32, top=2)
+    share, on = LayerShare(experts=16), rank_on(find_device("h100"), 1.0, Machines(H100).tensor_group(0, 1), CORE)
+    for op_lists, times in ((layer_forward, 1), (layer_backward, 0)):
+        counted, known = (
+            cost(op_lists(mixture, share, changed(CORE, expert_wait_us=wait_us)), on) for wait_us in (700.0, 0.0)
+        )
+        assert counted.device_s - known.device_s == pytest.approx(times * 700e-6)
+        assert counted.host_s == known.host_s
+    assert layer_forward(GPT, share, CORE) == layer_forward(GPT, share, changed(CORE, expert_wait_us=0))
+
+
 def test_an_exchange_of_tokens_may_run_beside_kernels() -> None:
     mixture = msgspec.structs.replace(GPT, experts=32, top=2)
     plan = Degrees(stages=2, data=16, experts=16, batch=64)

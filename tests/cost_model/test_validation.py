@@ -213,6 +213,14 @@ def test_software_is_found_by_what_tables_are_named(tmp_path: Path) -> None:
         assert shared(tmp_path, {"set": table, "software": software, "row": row}).stack == expected
 
 
+def test_models_with_experts_are_predicted_under_software_that_launches_a_step_as_one_graph() -> None:
+    """No constant was fitted to these steps. On B300 two of three are predicted too short; why is not known."""
+    _, cases = read(Path(__file__).with_name("experts_2026.csv"))
+    errors = {one.label: one.predict().step_s / one.measured_s - 1 for one in cases}
+    known = [abs(error) for label, error in errors.items() if " gb" in label]
+    assert len(known) == 8 and max(known) < 0.12 and sum(known) / 8 < 0.06
+
+
 def test_a_row_that_cannot_be_predicted_leaves_the_others(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lines = SHARED[1:4]
     path = tmp_path / "rows.csv"
