@@ -5,7 +5,7 @@ A stack is a YAML file: the package's are in hardware/stacks, and a user's own h
 from one of the package's in few fields names it as its `base` and gives only these fields. Every figure has its source
 beside it.
 
-Decision: 0152.
+Decisions: 0152, 0208.
 """
 
 from __future__ import annotations
