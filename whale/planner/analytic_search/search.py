@@ -167,6 +167,7 @@ class Search(Families):
         self.cuts: dict[int, tuple[ParallelStrategy | None, float]] = {}
         self.changed: dict[int, float] = {}
         self.live_of: dict[tuple[str, int, int, int], list[int]] = {}  # see `live`
+        self.looked_at_all = False  # whether every assignment of few devices to stages was tried
         self.listed_s = math.inf  # step of the best candidate, before any was improved
         self.shaken = 0  # times that random changes were made
         self.moves = Moves(
@@ -375,15 +376,19 @@ class Search(Families):
         yield from layer_moves(strategy, [sum(c.forward_s) + sum(c.backward_s) for c in self._costs(strategy)])
 
     def _other_settings(self, strategy: ParallelStrategy) -> Iterator[ParallelStrategy]:
-        """Yields the strategy with other ZeRO levels, other expert-parallel degrees, and other numbers of chunks."""
-        if self.limits.zero is None:
-            yield from (msgspec.structs.replace(strategy, zero=zero) for zero in range(4) if zero != strategy.zero)
+        """Yields the strategy with other ZeRO levels, other expert-parallel degrees, both, and other numbers of chunks.
+
+        Both change together, since what ZeRO divides of the experts depends on how many replicas have the same ones.
+        """
+        levels = range(4) if self.limits.zero is None else (strategy.zero,)
+        ways: list[int] = [strategy.expert_ranks]
         if self.model.experts and self.limits.experts is None:
             ranks = [stage.parts for stage in strategy.stages]
-            for ways in divisors(self.model.experts):
-                other = msgspec.structs.replace(strategy, expert_ranks=ways)
-                if ways != strategy.expert_ranks and self._keep_experts(other, ranks):
-                    yield other
+            able = (msgspec.structs.replace(strategy, expert_ranks=n) for n in divisors(self.model.experts))
+            ways += [n for one in able if (n := one.expert_ranks) != ways[0] and self._keep_experts(one, ranks)]
+        for zero, own in itertools.product(levels, ways):
+            if (zero, own) != (strategy.zero, strategy.expert_ranks):
+                yield msgspec.structs.replace(strategy, zero=zero, expert_ranks=own)
         yield from self._chunked(strategy, [stage.parts for stage in strategy.stages], strategy.chunks)
 
     def _other_ranks(self, strategy: ParallelStrategy, seconds: float) -> Iterator[ParallelStrategy]:
@@ -519,7 +524,7 @@ class Search(Families):
                     if found.step_s <= most_s:
                         return
 
-    def begin(self, improved: int, below_s: float = math.inf) -> None:
+    def begin(self, improved: int, below_s: float = math.inf, exactly: bool = True) -> None:
         """Lists candidates, simulates the best, and improves the best `improved` of them.
 
         With many devices only micro-batches of a power of two of rows are listed, and numbers of stages that divide the
@@ -528,17 +533,15 @@ class Search(Families):
         Args:
             improved: how many strategies to improve.
             below_s: nothing is improved if the best candidate's step is longer than this.
+            exactly: with few devices, try every assignment of them to stages first (see `look_at_all`). If not, that is
+                done only if no candidate fits.
 
         Raises:
             NothingFits: no strategy fits into memory.
         """
         self._list(hurried=not self.few)
-        # With offload, moving the state takes longer than the exact balance of stages could gain.
-        if self.few and self.offload == "none" and self.has_room_for_states():
-            known_s = self.limits.faster_than_s
-            fastest_s = known_s if self.fastest is None else min(known_s, self.fastest[1].step_s)
-            for strategy in exact(self, None if math.isinf(fastest_s) else fastest_s, self.choices):
-                self.consider(strategy)
+        if exactly or not self.kept.entries:
+            self._find_exactly()
         if not self.kept.entries:
             raise NothingFits(self)
         assert self.fastest is not None
@@ -546,11 +549,30 @@ class Search(Families):
         if self.listed_s <= min(below_s, BEHIND * self.limits.faster_than_s):
             self.improve_listed(improved)
 
+    def _find_exactly(self) -> None:
+        """With few devices, simulates the best assignments of all devices to stages (see
+        `whale.planner.analytic_search.exact`).
+        """
+        # With offload, moving the state takes longer than the exact balance of stages could gain.
+        if not self.few or self.looked_at_all or self.offload != "none" or not self.has_room_for_states():
+            return
+        self.looked_at_all = True
+        known_s = self.limits.faster_than_s
+        fastest_s = known_s if self.fastest is None else min(known_s, self.fastest[1].step_s)
+        for strategy in exact(self, None if math.isinf(fastest_s) else fastest_s, self.choices):
+            self.consider(strategy)
+
+    def look_at_all(self) -> None:
+        """With few devices, tries every assignment of them to stages, and improves the best of many more strategies."""
+        if self.few and self.fastest is not None and not self.looked_at_all:
+            self._find_exactly()
+            self._improve_best(IMPROVED_FEW)
+
     def improve_listed(self, improved: int) -> None:
         """Makes random changes of the best strategy, then improves the best `improved` of all that were simulated."""
         assert self.fastest is not None
         self._wander(self.fastest[0], self.fastest[1].step_s, WANDERED_SOME)
-        self._improve_best(IMPROVED_FEW if self.few else improved)
+        self._improve_best(IMPROVED_FEW if self.looked_at_all else improved)
 
     def go_on(self, improved: int) -> None:
         """Spends more work on the best strategies: random changes of several, then improvement of the best

@@ -106,9 +106,12 @@ class _Sequence:
 
     @property
     def found(self) -> list[Search]:
-        """Returns the searches that found a strategy that fits, the one with the fastest strategy first."""
+        """Returns the searches that found a strategy that fits, the one with the fastest strategy first.
+
+        Of several with the same strategy, the first is one whose choices are free.
+        """
         found = [one for one in self.searches if one.fastest is not None]
-        return sorted(found, key=lambda one: one.fastest[1].step_s)  # type: ignore[index]
+        return sorted(found, key=lambda one: (one.fastest[1].step_s, one.limits != self._free(one)))  # type: ignore[index]
 
     def run(self) -> None:
         """Runs all steps of the sequence.
@@ -136,9 +139,35 @@ class _Sequence:
             if one not in gone_on:
                 one.limits = replace(one.limits, faster_than_s=math.inf)
                 one.go_on(IMPROVED)
+                self._take_over(one)
         for one in self.found[:GONE_ON]:
             one.widen(IMPROVED_LAST)
+            self._take_over(one)
         self._fix_choices()
+
+    def _free(self, one: Search) -> Constraints:
+        """Returns the limits of a search without the choices that only the sequence has fixed; ranks that divide tokens
+        and offload stay, since a search has one degree and one kind of them.
+        """
+        limits = one.limits
+        return replace(self.limits, context=limits.context, offload=limits.offload, faster_than_s=limits.faster_than_s)
+
+    def _take_over(self, one: Search) -> None:
+        """Continues with the fastest strategy of a search with fixed choices where these are free, if it is the fastest
+        of all: what a fixed choice leads to may be better with another value in some stages.
+        """
+        free = self._free(one)
+        if one is not self.found[0] or one.limits == free:
+            return
+        strategy, found = one.fastest  # type: ignore[misc]
+        other = next((s for s in self.searches if s.machines is one.machines and s.limits == free), None)
+        if other is None:
+            other = Search(one.model, one.machines, self.batch, free, self.work, one.stage_costs)
+            other.listed_s = found.step_s
+            self.searches.append(other)
+        took_s, _ = other.consider(strategy)
+        if took_s < math.inf:
+            other.go_on(IMPROVED)
 
     def _fix_choices(self) -> None:
         """Searches with one choice of the fastest strategy fixed to another value, as a person would try by hand.
@@ -265,13 +294,14 @@ class _Sequence:
         """Searches on all devices.
 
         ZeRO 1 (and 0) without offload is tried first. If the result shows that memory is scarce (it recomputes or
-        divides tensors or layers), ZeRO 3 is tried too, and context parallelism with 2, 4, ... ranks as long as that
-        helps. If nothing fits, all ZeRO levels are tried, with offload of state and weights where the cluster file
+        divides tensors, layers or rows), ZeRO 3 is tried too, and context parallelism with 2, 4, ... ranks as long as
+        that helps. If nothing fits, all ZeRO levels are tried, with offload of state and weights where the cluster file
         gives the hosts' memory. With fewer rows than devices, candidates with all context-parallel degrees are listed
         before any is improved, since the best plan may need context parallelism.
         """
         few_rows = self.batch < self.machines.devices
-        first = self._begin(self.model, self.machines, self.limits, IMPROVED, 0.0 if few_rows else math.inf)
+        below_s = 0.0 if few_rows else math.inf
+        first = self._begin(self.model, self.machines, self.limits, IMPROVED, below_s, exactly=False)
         divided = self._divide_rows() if self._is_bound() else []
         self._improve_listed([first, *divided] if few_rows else divided)
         for zero, offload in self._modes():
@@ -279,17 +309,20 @@ class _Sequence:
             context = self.found[0].limits.context if self.found else self.limits.context
             limits = replace(self.limits, zero=zero, offload=offload, context=context, faster_than_s=known_s)
             listed_s = min(one.listed_s for one in self.searches)
-            self._begin(self.model, self.machines, limits, IMPROVED, ABOUT * listed_s)
+            self._begin(self.model, self.machines, limits, IMPROVED, ABOUT * listed_s, exactly=False)
+        for one in self.found:  # takes longest, so that all else was looked at if the budget ends it
+            one.look_at_all()
 
     def _is_bound(self) -> bool:
-        """Returns True if memory seems scarce: nothing fits yet, or the fastest strategy divides tensors or layers or
-        recomputes.
+        """Returns True if memory seems scarce: nothing fits yet, or the fastest strategy divides tensors, layers or
+        rows (into micro-batches) or recomputes.
         """
         if not self.found:
             return True
         s = self.found[0].fastest[0]  # type: ignore[index]
         parts = [part for stage in s.stages for part in stage.parts]
-        return set(s.recomputes) != {"none"} or len(s.stages) > 1 or any(part.tensor > 1 for part in parts)
+        divided = len(s.stages) > 1 or s.micro_batches > 1 or any(part.tensor > 1 for part in parts)
+        return divided or set(s.recomputes) != {"none"}
 
     def _improve_listed(self, listed: Sequence[Search]) -> None:
         """Improves the candidates of several searches, the best search first, and skips searches that are far
@@ -337,13 +370,19 @@ class _Sequence:
                 one.go_on(IMPROVED)
 
     def _begin(
-        self, model: Model, machines: Machines, limits: Constraints, improved: int, below_s: float = math.inf
+        self,
+        model: Model,
+        machines: Machines,
+        limits: Constraints,
+        improved: int,
+        below_s: float = math.inf,
+        exactly: bool = True,
     ) -> Search:
         like = next((one for one in self.searches if one.model is model and one.machines is machines), None)
         one = Search(model, machines, self.batch, limits, self.work, like.stage_costs if like else None)
         self.searches.append(one)
         try:
-            one.begin(improved, below_s)
+            one.begin(improved, below_s, exactly)
         except NothingFits:
             pass
         return one
