@@ -10,7 +10,7 @@ from functools import partial
 import msgspec
 import pytest
 
-from benchmarks.planner.hands import BEATEN, attack
+from benchmarks.planner.hands import BEATEN, attack, case
 from benchmarks.planner.monotone import ROUNDING, compare
 from benchmarks.planner.published_jobs import JOBS, list_choices
 from cost_model.analytic.evaluate import evaluate
@@ -56,6 +56,16 @@ def _model(text: str, machines: Machines) -> TransformerModel:
 def test_more_devices_and_more_time_are_never_slower(seed: int) -> None:
     """All 200 cases: python -m benchmarks.planner monotone."""
     assert max(compare(seed, 1.0)) <= ROUNDING
+
+
+def test_a_deep_model_on_few_devices_has_its_states_divided_before_every_assignment_is_tried() -> None:
+    """What each assignment of eight devices to stages takes is more work than this budget."""
+    one = case(210)
+    machines, model = Machines(one.cluster), one.model()
+    found = search(model, machines, one.batch, Constraints(budget_s=0.5))
+    divided = search(model, machines, one.batch, Constraints(budget_s=0.5, zero=3))
+    assert machines.devices == 8 and found.strategy.zero == 3 and found.cut == "the budget"
+    assert found.fastest_s <= divided.fastest_s * (1 + ROUNDING)
 
 
 def test_what_leaves_devices_idle_gets_a_lesser_stage_on_some() -> None:

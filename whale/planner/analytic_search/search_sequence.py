@@ -294,10 +294,10 @@ class _Sequence:
         """Searches on all devices.
 
         ZeRO 1 (and 0) without offload is tried first. If the result shows that memory is scarce (it recomputes or
-        divides tensors, layers or rows), ZeRO 3 is tried too, and context parallelism with 2, 4, ... ranks as long as
-        that helps. If nothing fits, all ZeRO levels are tried, with offload of state and weights where the cluster file
-        gives the hosts' memory. With fewer rows than devices, candidates with all context-parallel degrees are listed
-        before any is improved, since the best plan may need context parallelism.
+        divides tensors or layers), ZeRO 3 is tried too (also if it has several micro-batches), and context parallelism
+        with 2, 4, ... ranks as long as that helps. If nothing fits, all ZeRO levels are tried, with offload of state
+        and weights where the cluster file gives the hosts' memory. With fewer rows than devices, candidates with all
+        context-parallel degrees are listed before any is improved, since the best plan may need context parallelism.
         """
         few_rows = self.batch < self.machines.devices
         below_s = 0.0 if few_rows else math.inf
@@ -314,15 +314,18 @@ class _Sequence:
             one.look_at_all()
 
     def _is_bound(self) -> bool:
-        """Returns True if memory seems scarce: nothing fits yet, or the fastest strategy divides tensors, layers or
-        rows (into micro-batches) or recomputes.
+        """Returns True if memory seems scarce: nothing fits yet, or the fastest strategy divides tensors or layers or
+        recomputes.
         """
         if not self.found:
             return True
         s = self.found[0].fastest[0]  # type: ignore[index]
         parts = [part for stage in s.stages for part in stage.parts]
-        divided = len(s.stages) > 1 or s.micro_batches > 1 or any(part.tensor > 1 for part in parts)
-        return divided or set(s.recomputes) != {"none"}
+        return set(s.recomputes) != {"none"} or len(s.stages) > 1 or any(part.tensor > 1 for part in parts)
+
+    def _divides_rows(self) -> bool:
+        """Returns True if the fastest strategy has several micro-batches, of which fewer may not fit into memory."""
+        return bool(self.found) and self.found[0].fastest[0].micro_batches > 1  # type: ignore[index]
 
     def _improve_listed(self, listed: Sequence[Search]) -> None:
         """Improves the candidates of several searches, the best search first, and skips searches that are far
@@ -389,11 +392,9 @@ class _Sequence:
 
     def _modes(self) -> list[tuple[int, Offload]]:
         """Returns further (ZeRO level, offload) pairs that are worth a search and that the user leaves free."""
-        limits = self.limits
+        limits, bound = self.limits, self._is_bound() or self._divides_rows()
         if self.found:
-            return (
-                [(3, "none")] if self._is_bound() and limits.zero is None and limits.offload in (None, "none") else []
-            )
+            return [(3, "none")] if bound and limits.zero is None and limits.offload in (None, "none") else []
         hosts = all(pool.host_bytes for pool in self.machines.pools)
         return [
             (zero, offload)
