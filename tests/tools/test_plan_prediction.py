@@ -180,7 +180,8 @@ def test_what_cannot_run_alone_is_named() -> None:
     spec = tf.TensorSpec((4,), tf.string)
     program = capture_function(lambda x: tf.strings.join([x, x]), (spec,), {}).program
     found, skipped = measure.measure(list(measure.find_distinct([program]).values()))
-    assert not found and skipped == ["StringJoin: an operand of dtype string"]
+    (why,) = skipped
+    assert not found and why.startswith("StringJoin: the operation has an operand of dtype string")
 
 
 def test_the_planned_program_may_be_planned_otherwise(ranks: Start) -> None:
