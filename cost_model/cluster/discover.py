@@ -47,9 +47,14 @@ def find_host_resources(
     cores = float(min(logical, len(os.sched_getaffinity(0))))
     if cpu_quota is not None:
         cores = min(cores, cpu_quota)
+    return cores, find_host_memory_bytes(memory_limit_bytes, root)
+
+
+def find_host_memory_bytes(memory_limit_bytes: int | None = None, root: Path = Path("/")) -> float:
+    """Returns the bytes of memory that this process may use, as ``find_host_resources`` does."""
     kibibytes = re.search(r"^MemTotal:\s*(\d+) kB$", (root / "proc/meminfo").read_text(), re.MULTILINE)
     memory_bytes = int(kibibytes[1]) * 1024.0 if kibibytes else float("inf")
-    return cores, min(memory_bytes, memory_limit_bytes or memory_bytes)
+    return min(memory_bytes, memory_limit_bytes or memory_bytes)
 
 
 def _ask_driver() -> str:

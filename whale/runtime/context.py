@@ -428,6 +428,7 @@ class Context(Ranks):
       solo: whether the ranks may each train alone.
       notice: is told by SIGTERM that the run is to end soon, so that it can save; None: SIGTERM ends the run at once.
       elastic: lets this rank continue when others are lost; None: the run ends then.
+      host_bytes: bytes of memory that this host and the control groups grant to all ranks on it; None: not looked up.
       topology: the hosts of the ranks, with their links where these were measured; None: all ranks are on one host.
       laid: cache of ``rank_order``: the topology and mesh axes that it was computed for, and the result.
       own_gpu: this rank's GPU, where ranks are processes; None: it has none, or which one is unknown.
@@ -459,6 +460,7 @@ class Context(Ranks):
     elastic: ElasticHooks | None = None
     own_gpu: OwnGpu | None = None
     gpus: tuple[OwnGpu | None, ...] = ()
+    host_bytes: float | None = None
     topology: Topology | None = None
     laid: tuple[tuple[Topology, tuple[Axis, ...]], tuple[int, ...]] | None = None
 

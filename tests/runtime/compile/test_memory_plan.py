@@ -13,6 +13,7 @@ import whale as wh
 from tests.draws import one_of
 from tests.memory import ConvNet, Gpt, Mlp, Model, measured_and_predicted
 from whale.errors import PlanError
+from whale.runtime.compile import memory_plan
 
 Start = Callable[..., None]
 # Which of TensorFlow's threads is first decides what is alive together, and the peak of one step differs from the next
@@ -74,3 +75,21 @@ def test_a_step_that_fits_on_one_rank_only_is_refused(ranks: Start) -> None:
     model = Mlp()
     with pytest.raises(PlanError, match=r"the step does not fit into memory\n.*\n  device: rank 0\n"):
         model.step(model.batch())
+
+
+def test_the_memory_of_the_host_is_looked_up_once_in_a_run(ranks: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    looked = 0
+
+    def look() -> int:
+        nonlocal looked
+        looked += 1
+        return 1 << 40
+
+    monkeypatch.setattr(memory_plan, "memory_limit_bytes", look)
+    step = wh.function(lambda x: x * 2.0)
+    for run in (1, 2):
+        ranks(2)
+        for rows in (4, 6, 8):
+            step(np.ones((rows, 2), np.float32))
+        assert looked == run
+        wh.shutdown()

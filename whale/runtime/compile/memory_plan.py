@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from cost_model.cluster.discover import find_host_resources
+from cost_model.cluster.discover import find_host_memory_bytes
 from cost_model.kernels.gpu_memory import tensorflow_bytes
 from whale.cgroup import memory_limit_bytes
 from whale.config import Config
@@ -51,8 +51,9 @@ def limit_bytes(context: Context) -> tuple[float, str]:
         return _gpu_limit_bytes(config, gpu)
     if has_gpu():
         return _limits_by_turns(context)[0]
-    _, host_bytes = find_host_resources(memory_limit_bytes=memory_limit_bytes())
-    return host_bytes / local_ranks, f"the host's memory, divided by its {local_ranks} ranks"
+    if context.host_bytes is None:  # looked up once: files of the kernel are slow to read, and every step asks
+        context.host_bytes = find_host_memory_bytes(memory_limit_bytes())
+    return context.host_bytes / local_ranks, f"the host's memory, divided by its {local_ranks} ranks"
 
 
 def limits_bytes(context: Context, number: int) -> list[float]:
