@@ -112,6 +112,7 @@ class _Builder:
         nodes: dict[str, Node] = {}
         idle: set[str] = set()
         facts_of: dict[str, tuple[bool, tuple[str, ...]]] = {}
+        make_type = self._make_type
         for node_def, op in _pair_operations(graph, graph_def):
             node_name = node_def.name
             found = operands.get(node_name)
@@ -131,7 +132,7 @@ class _Builder:
                 stateful = facts[0]
                 if op_type == "Placeholder" and node_name not in known:
                     raise _make_missing_value_error(node_name, inputs)
-            kinds = tuple([self._make_type(t) for t in op.outputs])
+            kinds = tuple([make_type(t) for t in op.outputs])
             if types:
                 kinds = tuple([types.get(Ref(node_name, i), t) for i, t in enumerate(kinds)])
             given = node_def.attr
@@ -206,8 +207,9 @@ class _Builder:
         return op_type, attrs, (stateful, ("f",))
 
     def _make_type(self, tensor: tf.Tensor) -> TensorType:
-        shape = tensor.shape
-        key = (tensor.dtype, None if shape.rank is None else tuple(shape.as_list()))
+        # TensorFlow makes a TensorShape of these two for whoever asks for `tensor.shape`, which takes much longer.
+        sizes, is_unknown = tensor._shape
+        key = (tensor.dtype, None if is_unknown else tuple(sizes))
         found = self._types.get(key)
         if found is None:
             found = self._types[key] = TensorType(key[0].name, key[1])
@@ -336,10 +338,12 @@ def _sort_nodes(nodes: Mapping[str, Node]) -> tuple[Node, ...]:
       CaptureError: the nodes form a cycle.
     """
     done: dict[str, Node] = {}
+    ready: set[str] = set()  # the names in `done`: of a set it is quickly told whether it has several
     waiting: dict[str, None] = {}
     for first, one in nodes.items():
-        if all(before in done for before, _ in one.inputs) and all(before in done for before in one.controls):
+        if ready.issuperset([before for before, _ in one.inputs]) and ready.issuperset(one.controls):
             done[first] = one
+            ready.add(first)
             continue
         stack = [first]
         while stack:
@@ -353,6 +357,7 @@ def _sort_nodes(nodes: Mapping[str, Node]) -> tuple[Node, ...]:
                 missing += [c for c in node.controls if c not in done]
             if not missing:
                 done[name] = node
+                ready.add(name)
                 waiting.pop(name, None)
                 stack.pop()
             elif name in waiting:
