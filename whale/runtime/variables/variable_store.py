@@ -189,7 +189,13 @@ class VariableStore:
                 self._divide(c, placed[c.node], initial, context, uses.get(c.node), c.node in on_host)
                 continue
             copies = [
-                tf.Variable(c.variable, trainable=False, dtype=c.variable.dtype, name=f"rank{rank}")
+                tf.Variable(
+                    c.variable,
+                    trainable=False,
+                    dtype=c.variable.dtype,
+                    name=f"rank{rank}",
+                    shape=c.variable.shape,  # which may be open, so that values of other sizes can be assigned
+                )
                 for rank in context.ranks[1:]
             ]
             self._entries[id(c.handle)] = _Entry(c, copies)
