@@ -38,6 +38,36 @@ if not local:
     for x in data:  # goes on behind the loop's order, on every rank
         loop(tf.data.Dataset.from_tensors(x))
         wh.function(lambda x: order.assign_add(x[0, 0]))(x)
+    def turns(function):
+        # What steps read in loops, branches and whole, and what the script reads after each of them.
+        data = tf.data.Dataset.from_tensor_slices(X).shuffle(64, seed=5).batch(8)
+        iterator, add = iter(data.repeat()), lambda total, x: 0.9 * total + x[0, 0]
+
+        @function
+        def in_loop(it):
+            total = tf.zeros([])
+            for _ in tf.range(3):
+                total = add(total, next(it))
+            return total
+
+        @function
+        def in_branch(it, wanted):
+            total = tf.zeros([])
+            if wanted:
+                total = add(total, next(it))
+            return total
+
+        optional = function(lambda it: add(0.0, it.get_next_as_optional().get_value()))
+        reduced = function(lambda most: data.take(most).reduce(tf.zeros([]), add))
+        single = function(lambda: add(0.0, data.take(1).get_single_element()))
+        behind, seen = function(lambda x: add(0.0, x)), []
+        for call in (lambda: in_loop(iterator), lambda: in_branch(iterator, tf.constant(True)),
+                     lambda: in_branch(iterator, tf.constant(False)), lambda: optional(iterator),
+                     lambda: reduced(tf.constant(3, tf.int64)), single):
+            seen += [call(), behind(next(iterator)), *(behind(x) for x in data.take(2))]
+        return [float(one) for one in seen]
+
+    assert turns(wh.function) == turns(lambda f: f), (turns(wh.function), turns(lambda f: f))
 wh.check_replicas()
 print("rank", wh.rank(), found)
 """

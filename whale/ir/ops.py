@@ -58,7 +58,7 @@ OBJECT_UPDATES = (
     QUEUE_READS | QUEUE_WRITES | _split_names("LookupTableInsertV2 LookupTableRemoveV2 LookupTableImportV2")
 )
 # A loop's iterator over a dataset, and what it has read.
-ITERATOR_READS = _split_names("MakeIterator IteratorGetNextAsOptional")
+ITERATOR_READS = _split_names("MakeIterator IteratorGetNext IteratorGetNextSync IteratorGetNextAsOptional")
 ELEMENTS_READ = _split_names("OptionalHasValue OptionalGetValue")
 # The ops that make up loops and branches in TensorFlow 1.
 FRAMES = _split_names(

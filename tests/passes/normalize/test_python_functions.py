@@ -51,6 +51,34 @@ def test_tables_and_queues_are_changed_on_every_rank() -> None:
     assert planned(program, 2, 2).strategies[""]["put"].inputs == (B, B)
 
 
+def test_iterators_of_the_script_are_read_on_every_rank_and_those_of_a_session_on_the_first() -> None:
+    for handle, everywhere in (("Placeholder", True), ("IteratorV2", False)):
+        b = Builder("step")
+        given = b.input("it", (), "resource") if everywhere else b.node(handle, (), (TensorType("resource", ()),), "it")
+        inner = Builder("then")
+        read = inner.node("IteratorGetNext", [inner.input("one", (), "resource")], (PAIR,), "next", stateful=True)
+        other = Builder("else")
+        other.input("two", (), "resource")
+        branch = b.branch(
+            b.const(True, "bool"), inner.build([read], ["next"]), other.build([other.const([0.0, 0.0])]), given
+        )
+        program = run_python_everywhere(b.build([branch]))
+        assert program.functions["then"].by_name["next"].marks.on_every_rank == everywhere
+        assert (program.functions["then"].outputs[0].node == "next/whale_of_first_0") == everywhere
+
+
+def test_datasets_of_the_script_are_read_on_every_rank_and_those_of_the_step_on_the_first() -> None:
+    variant = TensorType("variant", ())
+    for given in (True, False):
+        b = Builder("step")
+        data = b.input("data", (), "variant") if given else b.node("RangeDataset", (), (variant,), "data")
+        taken = b.node("TakeDataset", (data, b.const(3, "int64")), (variant,), "taken")
+        one = b.node("DatasetToSingleElement", [taken], (PAIR,), "one", stateful=True)
+        program = run_python_everywhere(b.build([one], ["one"]))
+        assert [program.by_name[name].marks.on_every_rank for name in ("taken", "one")] == [given, given]
+        assert program.outputs[0].node == ("one/whale_of_first_0" if given else "one")
+
+
 def test_what_has_no_state_and_what_cannot_be_sent_stay_as_they_are() -> None:
     for out, stateful in ((TEXT, True), (PAIR, False)):
         b = Builder("step")

@@ -4,10 +4,10 @@
 script: an environment, a list, a counter. Each rank runs the script and has such objects of its own, so each runs the
 function, on the same replicated operands. The first rank's results are used on all ranks, since another rank may draw
 other numbers. Lookup tables and queues are such objects too: the script finds on every rank what a step inserts. So are
-iterators and datasets of a step's loops, whose positions continue from call to call.
+the script's iterators and datasets that a step reads, whose positions and shuffles continue from call to call.
 
-``share_hidden_updates``: a dataset inside a step is read by the first rank only. If its functions change variables (a
-layer that numbers the elements of a dataset of candidates, a reduction that counts), the first rank's copies differ
+``share_hidden_updates``: a dataset that a step makes is read by the first rank only. If its functions change variables
+(a layer that numbers the elements of a dataset of candidates, a reduction that counts), the first rank's copies differ
 from the others'. After the op that reads such a dataset, nodes are added that assign the first rank's values on every
 rank.
 
@@ -35,6 +35,8 @@ from whale.sharding_rules.graph import list_called_functions
 # Ops that read a dataset to its end before nodes that wait for them begin.
 _READERS = frozenset({"ReduceDataset", "DatasetToSingleElement"})
 
+_ITERATORS_OF_SESSIONS = frozenset({"Iterator", "IteratorV2", "OneShotIterator"})
+
 # AutoGraph turns a Python loop over a dataset into this op. Mostly that is a training loop, which must not run on the
 # first rank alone.
 _LOOP = "ScanDataset"
@@ -46,14 +48,22 @@ def run_python_everywhere(program: Program) -> Program:
 
     Applies to the program and to the bodies of its loops and branches.
     """
-    graphs = [program, *program.functions.values()]
-    # In programs without loops over iterators, these are read on the first rank only, as in a session.
-    loops = any(node.op == "IteratorGetNextAsOptional" for graph in graphs for node in graph.nodes)
-    bodies = {name: _take_first_results(program.functions[name], loops) for name in _list_bodies(program)}
-    changed = _take_first_results(program, loops)
+    iterators = _reads_iterators(program)
+    bodies = {name: _take_first_results(program.functions[name], iterators) for name in _list_bodies(program)}
+    changed = _take_first_results(program, iterators)
     if changed is program and all(bodies[name] is program.functions[name] for name in bodies):
         return program
     return replace(changed, functions={**program.functions, **bodies})
+
+
+def _reads_iterators(program: Program) -> bool:
+    """Tells whether the program reads iterators that the script has, or loops over a dataset.
+
+    A session's iterators are operations of its graph, which begin and are read on the first rank only.
+    """
+    if any(node.op in _ITERATORS_OF_SESSIONS for node in program.nodes):
+        return False
+    return any(node.op in ITERATOR_READS for graph in (program, *program.functions.values()) for node in graph.nodes)
 
 
 def _list_bodies(program: Program) -> Iterator[str]:
@@ -70,15 +80,19 @@ def _list_bodies(program: Program) -> Iterator[str]:
                         yield func.name
 
 
-def _take_first_results(graph: Program, loops: bool) -> Program:
+def _take_first_results(graph: Program, iterators: bool) -> Program:
     """Returns the graph with ops that change objects of the script marked to run on every rank. Behind each of their
     results an Identity is added that yields the first rank's value on all ranks.
 
     Args:
-      loops: whether the program loops over datasets or iterators; only then are iterators read on every rank.
+      iterators: whether iterators are read on every rank.
     """
-    begins = loops and any(node.op == "MakeIterator" for node in graph.nodes)
-    called = {node.name for node in graph.nodes if _is_called(node) or (loops and node.op in ITERATOR_READS)}
+    called = {
+        node.name
+        for node in graph.nodes
+        if _is_called(node) or (iterators and node.op in ITERATOR_READS) or _reads_dataset_of_script(graph, node)
+    }
+    begins = any(graph.by_name[name].op in {"MakeIterator", *_READERS} for name in called)
     if not called and not any(node.op in ELEMENTS_READ for node in graph.nodes):
         return graph
     taken = {
@@ -106,6 +120,15 @@ def _is_called(node: Node) -> bool:
     """
     changes = node.op in OBJECT_UPDATES or (node.op in PYTHON_FUNCTIONS and node.stateful)
     return changes and not any(t.dtype in UNMOVABLE for t in node.outputs)
+
+
+def _reads_dataset_of_script(graph: Program, node: Node) -> bool:
+    """Returns True if an op reads a dataset that the script has made, and by that moves on the counters of its
+    shuffles, from which the script's next loop over it takes its order.
+    """
+    return node.op in _READERS and any(
+        made.op == "Placeholder" and made.outputs[0].dtype == "variant" for made in _list_datasets(graph, node)
+    )
 
 
 def _makes_dataset(node: Node) -> bool:
