@@ -15,7 +15,7 @@ from tests.launcher.helpers import Launcher
 
 PLANS = {
     "keras": {
-        "replica": ["two_inputs_two_outputs", "own_steps", "dataset", "interrupted"],
+        "replica": ["two_inputs_two_outputs", "own_steps", "dataset", "interrupted", "several_steps_at_once"],
         "zero": ["saved_and_loaded", "steering_callbacks"],
         "stages": ["attention", "saved_and_loaded", "optimizer_options"],
         "split": ["attention", "steering_callbacks"],

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -81,13 +81,18 @@ def _make_function(what: str, original: Callable[..., Any], model: Any, force: b
     if context is None:
         return getattr(model, name)
     step = BatchStep(f"{what}_step", getattr(model, f"{what}_step"), model.jit_compile, autograph=False)
+    counts: dict[Hashable, tuple[int, int]] = {}  # trace of plain Keras -> steps of an execution, and unrolled ones
 
     def function(iterator: Iterator[Any]) -> Any:
         outputs, ended = None, True
-        rows_vary, slots = getattr(iterator, "rows_vary", False), getattr(model, "unrolled_steps_per_execution", 1)
+        rows_vary = getattr(iterator, "rows_vary", False)
+        count, slots = model.steps_per_execution, getattr(model, "unrolled_steps_per_execution", 1)
+        # Plain Keras has them in its graph: what the script sets later holds for another trace.
+        known = step.trace(iterator)[0] if hasattr(iterator, "element_spec") else None
+        count, slots = counts.setdefault(known, (count, slots))
         if what == "train" and (fit := elastic_fit.find_current()) is not None:
             fit.commit(iterator)
-        for i, batch in enumerate(itertools.islice(iterator, model.steps_per_execution)):
+        for i, batch in enumerate(itertools.islice(iterator, count)):
             if what == "train":
                 note_step()
             trace = step.trace(iterator if hasattr(iterator, "element_spec") else batch, i % slots)
