@@ -146,8 +146,12 @@ class IteratorReads:
         return IteratorReads(self._draw, self.batches)
 
     def enter(self) -> None:
-        """Records the current default graph as the step's own graph, in which batches may be drawn."""
+        """Records the current default graph as the step's own graph, in which batches may be drawn.
+
+        A step that creates variables is traced more than once: each trace reads the same batches, from the first on.
+        """
         self._graph = tf.compat.v1.get_default_graph()
+        self.iterators, self.inputs, self.inside = [], [], False
 
     @contextmanager
     def install(self) -> Iterator[None]:

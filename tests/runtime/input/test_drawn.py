@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import keras
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -157,6 +158,60 @@ def test_loops_over_datasets_equal_one_device(ranks: Callable[..., None]) -> Non
     expected = loop_over_datasets(tf.function)
     ranks(2)
     np.testing.assert_allclose(loop_over_datasets(wh.function), expected, rtol=1e-5)
+
+
+def created_at_the_first_call(function: Callable[..., Any]) -> list[float]:
+    """A step that creates variables and reads two iterators: it is traced more than once."""
+    made: dict[str, tf.Variable] = {}
+    batches, numbers = iter(dataset().repeat()), iter(tf.data.Dataset.counter(1, 1))
+
+    @function
+    def step(x: Any) -> Any:
+        (a, b), number = next(batches), tf.cast(next(numbers), tf.float32)
+        if not made:
+            made["w"] = tf.Variable(tf.ones((3, 1)))
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean((tf.matmul(a, made["w"]) - b) ** 2) + tf.reduce_mean(tf.matmul(x, made["w"])) / number
+        made["w"].assign_sub(0.1 * tape.gradient(loss, made["w"]))
+        return loss
+
+    losses = [float(step(X[:8])) for _ in range(4)]
+    return [*losses, float(tf.reduce_sum(next(batches)[0])), float(next(numbers))]
+
+
+def read_in_train_steps() -> list[float]:
+    """What a model's own train_step reads beside the batch of fit, from an iterator of the model's."""
+
+    class Unlabelled(keras.Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.dense, self.rest = keras.layers.Dense(1), iter(dataset().repeat())
+
+        def call(self, x: Any) -> Any:
+            return self.dense(x)
+
+        def train_step(self, data: Any) -> Any:
+            (x, y), (other, _) = data, next(self.rest)
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean((self(x) - y) ** 2) + tf.reduce_mean(tf.abs(self(other)))
+            weights = self.trainable_variables
+            self.optimizer.apply_gradients(zip(tape.gradient(loss, weights), weights))
+            return {"loss": loss}
+
+    keras.utils.set_random_seed(3)
+    model = Unlabelled()
+    model.compile(keras.optimizers.SGD(0.1))
+    history = model.fit(X, X[:, :1], batch_size=8, epochs=2, shuffle=False, verbose=0).history["loss"]
+    return [*history, float(tf.reduce_sum(model.dense.kernel)), float(tf.reduce_sum(next(model.rest)[0]))]
+
+
+@pytest.mark.parametrize("case", [created_at_the_first_call, lambda _: read_in_train_steps()])
+def test_a_step_that_is_traced_twice_reads_each_batch_once(
+    ranks: Callable[..., None], case: Callable[[Any], list[float]]
+) -> None:
+    expected = case(tf.function)
+    ranks(2)
+    np.testing.assert_allclose(case(wh.function), expected, rtol=1e-5)
 
 
 def test_inside_and_outside_of_a_loop_is_an_error(ranks: Callable[..., None]) -> None:
