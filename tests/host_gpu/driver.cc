@@ -477,7 +477,7 @@ HOST_GPU_EXPORT int cuStreamWaitEvent(void* stream, void* event, unsigned) {
       wait_for_peer(*shared, number);
     });
   } else if (one.point != nullptr && !(one.of_computation && fault == Fault::kNoWaitForMark)) {
-    on->wait([point = one.point] { point->wait(); });
+    on->wait(one.point);
   }
   return 0;
 }

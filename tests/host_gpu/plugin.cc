@@ -32,7 +32,7 @@ void destroy_stream(const SP_Device* device, SP_Stream stream) {
   gpu_at(device)->destroy(stream_at(stream));
 }
 void wait_for_stream(const SP_Device*, SP_Stream dependent, SP_Stream other, TF_Status* status) {
-  stream_at(dependent)->wait([point = stream_at(other)->record()] { point->wait(); });
+  stream_at(dependent)->wait(stream_at(other)->record());
   succeed(status);
 }
 void stream_status(const SP_Device*, SP_Stream, TF_Status* status) { succeed(status); }
@@ -52,8 +52,7 @@ void record_event(const SP_Device*, SP_Stream stream, SP_Event event, TF_Status*
 }
 void wait_for_event(const SP_Device* const, SP_Stream stream, SP_Event event,
                     TF_Status* const status) {
-  if (const PointPtr point = *point_at(event); point != nullptr)
-    stream_at(stream)->wait([point] { point->wait(); });
+  if (const PointPtr point = *point_at(event); point != nullptr) stream_at(stream)->wait(point);
   succeed(status);
 }
 void block_for_event(const SP_Device*, SP_Event event, TF_Status* status) {

@@ -30,7 +30,9 @@ int64_t now_ns() {
       .count();
 }
 
-void poison(void* at, size_t bytes) { std::memset(at, 0xff, bytes); }
+void poison(void* at, size_t bytes) {
+  if (bytes > 0) std::memset(at, 0xff, bytes);  // an empty tensor may lie nowhere
+}
 
 Stream::Stream(Gpu* gpu) : gpu_(gpu), thread_([this] { run(); }) {}
 
@@ -63,9 +65,18 @@ void Stream::wait(std::function<void()> wait) {
   queue({Kind::kWait, std::move(wait), nullptr, 0, 0, 0});
 }
 
+void Stream::wait(const PointPtr& point) {
+  if (!point->has_come()) wait([point] { point->wait(); });
+}
+
 PointPtr Stream::record() {
   auto point = std::make_shared<Point>();
-  queue({Kind::kPoint, [point] { point->set(); }, nullptr, 0, 0, 0});
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (items_.empty()) {
+    point->set();
+  } else {
+    items_.push_back({Kind::kPoint, [point] { point->set(); }, nullptr, 0, 0, 0});
+  }
   return point;
 }
 

@@ -51,8 +51,11 @@ class HOST_GPU_EXPORT Stream {
   // What a kernel has computed comes into memory `lasts_ns` after what lies before it, and not
   // before `since_ns`: what Gpu::hide has taken out of `at` under that number.
   void write(char* at, int64_t number, int64_t since_ns, int64_t lasts_ns);
-  // What is queued from now on happens after `wait` has returned.
+  // What is queued from now on happens after `wait` has returned, or after the point has come.
   void wait(std::function<void()> wait);
+  void wait(const PointPtr& point);
+  // A point that comes at once where the stream has nothing left, without waking its thread, which
+  // would take longer than most calls of a driver do.
   PointPtr record();
   void drain() { record()->wait(); }
   // Returns when nothing is queued but what `write` has.
