@@ -39,6 +39,7 @@ struct Memory {
   Gpu* gpu = nullptr;
   int file = -1;  // below 0: another process's
   size_t bytes = 0;
+  bool is_shown = false;  // to other processes
 };
 
 // Never destroyed: threads of streams may still run while the process exits.
@@ -100,7 +101,7 @@ void* map(Gpu* gpu, int file, size_t bytes, bool own) {
   void* made = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
   if (made == MAP_FAILED) return nullptr;
   const std::lock_guard<std::mutex> lock(memories().mutex);
-  memories().at[static_cast<char*>(made)] = {gpu, own ? file : -1, bytes};
+  memories().at[static_cast<char*>(made)] = {gpu, own ? file : -1, bytes, false};
   return made;
 }
 
@@ -157,6 +158,7 @@ void deallocate(void* memory) {
   const auto found = memories().at.find(static_cast<char*>(memory));
   if (found == memories().at.end()) return;
   const Memory& was = found->second;
+  if (was.is_shown) poison(memory, was.bytes);  // for those who read it all the same
   munmap(memory, was.bytes);
   if (was.file >= 0) {
     close(was.file);
@@ -536,6 +538,7 @@ HOST_GPU_EXPORT int cuIpcGetMemHandle(Handle* handle, unsigned long long memory)
   const std::lock_guard<std::mutex> lock(memories().mutex);
   const auto found = memories().at.find(reinterpret_cast<char*>(memory));
   if (found == memories().at.end() || found->second.file < 0) return kInvalidValue;
+  found->second.is_shown = true;
   std::snprintf(handle->reserved, sizeof(handle->reserved), "%zu %s", found->second.bytes,
                 own_file(found->second.file).c_str());
   return 0;

@@ -107,6 +107,37 @@ said["slower"] = seconds("/GPU:1") / seconds("/GPU:0")
 print(json.dumps(said))
 """
 
+_END = """
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+import tensorflow as tf
+from tests.host_gpu.build import build_host_cuda
+from tests.host_gpu.on_host_gpus import take_host_gpus
+from tests.whale_ops.gpu.opened import device_of, opened_ranks
+from whale_ops import device_library
+
+take_host_gpus()
+transport = sys.argv[1]
+device_library.load_nccl()
+for rank in range(2):
+    device_library.load_kernels(device_library.PATH, rank, build_host_cuda().image.read_bytes())
+wrong = 0
+for turn in range(6):
+    with opened_ranks(2, lambda comm: device_of(device_library.PATH, transport, comm.rank, 1 << 16)(comm)) as opened:
+
+        def body(rank):
+            with tf.device(f"/GPU:{rank}"):
+                step = tf.function(lambda: opened.reduce(rank, [tf.fill((16,), 1.0 + rank)], "x")[0])
+                found = step().numpy()
+            opened.comms[rank].close_device()
+            return found
+
+        with ThreadPoolExecutor(2) as pool:
+            wrong += sum(list(found) != [3.0] * 16 for found in pool.map(body, range(2)))
+print(f"{wrong} results are wrong")
+"""
+
 
 def environment(*gpus: HostGpu) -> dict[str, str]:
     """Variables of a process with these GPUs."""
@@ -150,3 +181,15 @@ def test_faults_of_a_library_for_gpus_are_found(chosen: list[str]) -> None:
     last = re.fullmatch(r"found (\d+) of (\d+) planted faults; 0 cases .*", done.stdout.splitlines()[-1])
     assert done.returncode == 0 and last is not None and last[1] == last[2], done.stdout + done.stderr
     assert int(last[2]) >= (40 if chosen else 300)
+
+
+@pytest.mark.parametrize("transport", ["cuda-ipc", "nccl"])
+def test_a_rank_may_close_its_gpu_while_others_read_what_it_has_shown(tmp_path: Path, transport: str) -> None:
+    script = tmp_path / "end.py"
+    script.write_text(_END)
+    gpus = HostGpu(600 << 20, late_us=0, name="A"), HostGpu(600 << 20, late_us=20_000, name="B")
+    variables = {**environment(*gpus), "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [warm_python(), str(script), transport], cwd=ROOT, env=variables, capture_output=True, text=True, check=False
+    )
+    assert done.stdout.splitlines()[-1:] == ["0 results are wrong"], done.stdout + done.stderr

@@ -22,7 +22,10 @@ Status Exchanger::open(std::unique_ptr<DeviceTransport> transport, const Gpu& gp
 
 Exchanger::~Exchanger() {
   const Current current(gpu_);
-  if (stream_ != nullptr) driver().cuStreamSynchronize(stream_);
+  if (stream_ != nullptr) {
+    transport_->let_others_end(stream_);
+    driver().cuStreamSynchronize(stream_);
+  }
   if (buffer_ != 0) driver().cuMemFree(buffer_);
   if (stream_ != nullptr) driver().cuStreamDestroy(stream_);
   transport_.reset();

@@ -120,9 +120,14 @@ class IpcTransport final : public DeviceTransport {
     }
   }
 
+  // A rank may close its device when its own part of the last operation has ended, while others
+  // still read its memory: what they have queued, they have recorded before that operation was
+  // queued everywhere (in_turn).
+  Status let_others_end(CUstream stream) override { return wait_for_readers(stream); }
+
   // Nothing to do: streams wait only for events that were recorded before, and a lost rank's events
   // complete when its process ends.
-  void abandon() override {}
+  void abandon() override { used_ = false; }  // what others read does not matter any more
 
  private:
   struct Peer {
@@ -261,12 +266,7 @@ class IpcTransport final : public DeviceTransport {
   Status in_turn(const std::vector<int>& group, CUstream stream, const Write& write,
                  const Read& read) {
     const Peer& own = peers_[static_cast<size_t>(rank_)];
-    Status status;
-    // Waits for those who read this rank's memory in the last operation, whichever ranks they were.
-    for (const Peer& peer : peers_) {
-      if (status.ok() && used_)
-        status = check(driver().cuStreamWaitEvent(stream, peer.taken, 0), "cuStreamWaitEvent");
-    }
+    Status status = wait_for_readers(stream);
     if (status.ok()) status = write();
     if (status.ok()) status = check(driver().cuEventRecord(own.written, stream), "cuEventRecord");
     status = agree(group, status);
@@ -280,6 +280,17 @@ class IpcTransport final : public DeviceTransport {
     if (status.ok()) status = check(driver().cuEventRecord(own.taken, stream), "cuEventRecord");
     used_ = true;
     return agree(group, status);
+  }
+
+  // Makes the stream wait for those who read this rank's memory in the last operation, whichever
+  // ranks they were.
+  Status wait_for_readers(CUstream stream) const {
+    Status status;
+    for (const Peer& peer : peers_) {
+      if (status.ok() && used_)
+        status = check(driver().cuStreamWaitEvent(stream, peer.taken, 0), "cuStreamWaitEvent");
+    }
+    return status;
   }
 
   // Synchronises with the other ranks. An error of one rank becomes an error of all, so that nobody

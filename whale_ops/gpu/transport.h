@@ -22,6 +22,9 @@ class DeviceTransport {
   virtual Status exchange(const DeviceOperation& what, CUstream stream) = 0;
   // Returns an error of an operation under way that would not end by itself.
   virtual Status failure() { return Status::Ok(); }
+  // Called once nothing else will be queued, before this is destroyed: makes the stream wait until
+  // no other rank uses this rank's memory.
+  virtual Status let_others_end(CUstream /*stream*/) { return Status::Ok(); }
   // After an error: makes everything that is queued end, whatever the other ranks do. No calls
   // follow.
   virtual void abandon() = 0;
