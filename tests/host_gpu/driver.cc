@@ -28,7 +28,8 @@
 namespace host_gpu {
 namespace {
 
-constexpr size_t kMostPoisonedBytes = size_t{64} << 20, kUuidOctets = 16;
+constexpr size_t kMostPoisonedBytes = size_t{64} << 20, kUuidOctets = 16,
+                 kMostPitchBytes = 0x7fffffff;
 
 struct ManagedMemory {  // nvmlMemory_v2_t
   unsigned version = 0;
@@ -436,7 +437,8 @@ HOST_GPU_EXPORT int cuMemcpyAsync(unsigned long long to, unsigned long long from
 }
 HOST_GPU_EXPORT int cuMemcpy2DAsync_v2(const Copy2D* copy, void* stream) {
   if (stream == nullptr || copy->from_type != 4 || copy->to_type != 4 ||
-      copy->width > copy->from_pitch || copy->width > copy->to_pitch)
+      copy->width > copy->from_pitch || copy->width > copy->to_pitch ||
+      std::max(copy->from_pitch, copy->to_pitch) > kMostPitchBytes)
     return kInvalidValue;
   static_cast<Stream*>(stream)->call([what = *copy] {
     for (size_t row = 0; row < what.height; ++row) {

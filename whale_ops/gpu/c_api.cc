@@ -64,8 +64,12 @@ Status open(const char* transport, int rank, int size, int ordinal, size_t buffe
   if (!status.ok()) return status;
   if (std::strcmp(transport, "cuda-ipc") == 0) {
     status = whale::cuda::open_ipc(*gpu, rank, size, buffer_bytes, std::move(gather), &opened);
-  } else {
+  } else if (std::strcmp(transport, "nccl") == 0) {
     status = whale::cuda::open_nccl(rank, size, std::move(gather), failure, &opened);
+  } else {
+    status = Status::Error(Code::kInvalidArgument, std::string("GPUs exchange through nccl, ") +
+                                                       "cuda-ipc or pinned, not through '" +
+                                                       transport + "'");
   }
   if (status.ok())
     status = whale::cuda::Exchanger::open(std::move(opened), *gpu, buffer_bytes, &exchanger);
@@ -242,6 +246,20 @@ WHALE_EXPORT int whale_cuda_reduce(int ordinal, void** sources, int size, void* 
     arrays->wait();
     *seconds = static_cast<double>(whale::now_ns() - start_ns) * 1e-9 / std::max(1, repeats - 1);
     arrays->take(dst, result, bytes);
+  });
+}
+
+// Copies `rows` rows of `width` bytes from the host to a GPU, where a row begins every `pitch`
+// bytes, and back to the host.
+WHALE_EXPORT int whale_cuda_rows(int ordinal, void* host, size_t width, size_t pitch, size_t rows) {
+  return on_gpu(ordinal, [&](const Gpu&, CUstream stream, Arrays* arrays) {
+    auto* device = static_cast<char*>(arrays->place(nullptr, pitch * (rows - 1) + width));
+    const whale::DeviceCopy in{host, device, width, pitch, width, rows},
+        out{device, host, pitch, width, width, rows};
+    if (arrays->status.ok()) arrays->status = whale::cuda::queue_copy(in, stream);
+    arrays->wait();
+    std::memset(host, 0, width * rows);
+    if (arrays->status.ok()) arrays->status = whale::cuda::queue_copy(out, stream);
   });
 }
 

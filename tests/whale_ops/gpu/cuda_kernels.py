@@ -83,6 +83,12 @@ class Kernels:
         arguments = (0, addresses(sources), len(sources), placed, count, DTYPES[dtype], REDUCTIONS[reduction], repeats)
         self._call("whale_cuda_reduce", *arguments)
 
+    def copy_rows(self, rows: np.ndarray, width: int, pitch: int) -> None:
+        """Copies rows of so many bytes to the GPU, where they lie so far apart, and back."""
+        sizes = (ctypes.c_size_t(one) for one in (width, pitch, rows.nbytes // width))
+        if self._library.whale_cuda_rows(0, rows.ctypes.data_as(ctypes.c_void_p), *sizes) != 0:
+            raise RuntimeError(self._library.whale_cuda_last_error().decode())
+
     def _call(self, name: str, *arguments: object) -> None:
         seconds = ctypes.c_double()
         if getattr(self._library, name)(*arguments, ctypes.byref(seconds)) != 0:
@@ -143,6 +149,17 @@ def check_refusals(kernels: Kernels) -> int:
     return 2
 
 
+def check_rows(kernels: Kernels) -> int:
+    """Rows that lie apart in the GPU's memory; those of large tensors farther than the driver copies at once."""
+    pitches = (20, 1 << 31)
+    for pitch in pitches:
+        rows = random(2 * 5, "float32", pitch)
+        expected = rows.copy()
+        kernels.copy_rows(rows, 5 * 4, pitch)
+        compare(rows, expected, f"rows {pitch} bytes apart")
+    return len(pitches)
+
+
 def rates(kernels: Kernels) -> dict[str, float]:
     """GB/s that are read and written together, of the largest tensors."""
     found = {}
@@ -169,7 +186,7 @@ def main() -> None:
     short = sys.argv[3:] == ["short"]
     compared = check_copies(kernels, COUNTS if short else [*COUNTS, LARGE])
     compared += check_reductions(kernels, (5, 700) if short else (1, 5, 8, 700, 4099, LARGE))
-    compared += check_refusals(kernels)
+    compared += check_refusals(kernels) + check_rows(kernels)
     print(f"{compared} results: all right", flush=True)
 
 

@@ -68,6 +68,11 @@ def test_a_rank_that_is_gone_is_an_error_on_the_others(host: HostCuda) -> None:
         assert "could not meet" in first.communicate(timeout=60)[0]
 
 
+def test_a_transport_that_gpus_do_not_have_is_refused(host: HostCuda) -> None:
+    with on_host(host, "ipc", 1).started("short") as (alone,):
+        assert "not through 'ipc'" in alone.communicate(timeout=60)[0]
+
+
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_ranks_that_share_a_gpu_exchange_through_its_memory(gpus: int, image: Path, size: int) -> None:
     Ranks(device_library.PATH, image, "cuda-ipc", size).check()
