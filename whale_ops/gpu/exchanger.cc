@@ -67,22 +67,22 @@ Status Exchanger::let_wait(void* stream, void* mark) {
 Status Exchanger::all_reduce(const DeviceOperation& what) {
   const bool as_it_is = what.tensors.size() == 1 && what.wire == what.dtype && what.scale == 1.0f;
   Status status;
-  for (const DeviceOperation& chunk :
+  for (const std::vector<DeviceTensor>& chunk :
        in_chunks(what, static_cast<int64_t>(buffer_bytes_ / bytes_of(what.wire)))) {
     if (!status.ok()) break;
-    const DeviceTensor& first = chunk.tensors[0];
+    const DeviceTensor& first = chunk[0];
     status = as_it_is
-                 ? transport_->all_reduce(chunk, first.input, first.output, first.count, stream_)
-                 : packed(chunk);
+                 ? transport_->all_reduce(what, first.input, first.output, first.count, stream_)
+                 : packed(what, chunk);
   }
   return status;
 }
 
 // Packs a chunk, exchanges it and unpacks it. What follows on the stream may reuse the buffer.
-Status Exchanger::packed(const DeviceOperation& chunk) {
+Status Exchanger::packed(const DeviceOperation& what, const std::vector<DeviceTensor>& chunk) {
   std::vector<Span> inputs, outputs;
   int64_t count = 0;
-  for (const DeviceTensor& tensor : chunk.tensors) {
+  for (const DeviceTensor& tensor : chunk) {
     inputs.push_back({const_cast<void*>(tensor.input), tensor.count});
     outputs.push_back({tensor.output, tensor.count});
     count += tensor.count;
@@ -91,14 +91,14 @@ Status Exchanger::packed(const DeviceOperation& chunk) {
   // Sums in float16 overflow above 65504. Dividing by a power of two that is not below the number
   // of ranks keeps them no larger than the summands.
   float divisor = 1.0f;
-  if (chunk.reduction == Reduction::kSum && chunk.wire == DType::kFloat16 &&
-      chunk.wire != chunk.dtype) {
-    while (divisor < static_cast<float>(chunk.size())) divisor *= 2.0f;
+  if (what.reduction == Reduction::kSum && what.wire == DType::kFloat16 &&
+      what.wire != what.dtype) {
+    while (divisor < static_cast<float>(what.size())) divisor *= 2.0f;
   }
-  Status status = pack(gpu_, inputs, chunk.dtype, buffer, chunk.wire, 1.0f / divisor, stream_);
-  if (status.ok()) status = transport_->all_reduce(chunk, buffer, buffer, count, stream_);
+  Status status = pack(gpu_, inputs, what.dtype, buffer, what.wire, 1.0f / divisor, stream_);
+  if (status.ok()) status = transport_->all_reduce(what, buffer, buffer, count, stream_);
   if (status.ok())
-    status = unpack(gpu_, buffer, chunk.wire, outputs, chunk.dtype, chunk.scale * divisor, stream_);
+    status = unpack(gpu_, buffer, what.wire, outputs, what.dtype, what.scale * divisor, stream_);
   return status;
 }
 

@@ -39,7 +39,7 @@ class Exchanger final : public Device {
  private:
   explicit Exchanger(const Gpu& gpu) : gpu_(gpu), marks_(gpu) {}
   Status all_reduce(const DeviceOperation& what);
-  Status packed(const DeviceOperation& chunk);
+  Status packed(const DeviceOperation& what, const std::vector<DeviceTensor>& chunk);
 
   std::unique_ptr<DeviceTransport> transport_;
   const Gpu& gpu_;

@@ -299,16 +299,20 @@ class NcclTransport final : public DeviceTransport {
 
   // Returns the communicator of a group, creating it the first time, which is collective in the
   // group. `group`: empty for all ranks in order.
-  Status communicator_of(std::vector<int> group, int index, ncclComm_t* communicator) {
+  Status communicator_of(const std::vector<int>& group, int index, ncclComm_t* communicator) {
     bool in_order = static_cast<int>(group.size()) == size_;
-    for (size_t i = 0; i < group.size(); ++i)
-      in_order = in_order && group[i] == static_cast<int>(i);
-    if (in_order) group.clear();
-    const auto found = communicators_.find(group);
+    for (size_t i = 0; i < group.size() && in_order; ++i)
+      in_order = group[i] == static_cast<int>(i);
+    const std::vector<int>& known = in_order ? everyone_ : group;
+    const auto found = communicators_.find(known);
     if (found != communicators_.end()) {
       *communicator = found->second;
       return Status::Ok();
     }
+    return connect(known, index, communicator);
+  }
+
+  Status connect(const std::vector<int>& group, int index, ncclComm_t* communicator) {
     const size_t members = group.empty() ? static_cast<size_t>(size_) : group.size();
     ncclUniqueId mine = {};
     const ncclResult_t made = index == 0 ? nccl().ncclGetUniqueId(&mine) : ncclSuccess;
@@ -327,6 +331,7 @@ class NcclTransport final : public DeviceTransport {
   }
 
   const int rank_, size_;
+  const std::vector<int> everyone_;  // empty: all ranks, in order
   const DeviceGather gather_;
   const DeviceFailure ranks_failure_;
   std::map<std::vector<int>, ncclComm_t> communicators_;  // by group

@@ -222,9 +222,16 @@ class HostDevice final : public whale::Device {
     if (what.group.at(static_cast<size_t>(what.index)) != rank_)
       return Status::Error(Code::kInternal, "this rank is not where the group has it");
     auto* last = static_cast<Mark*>(mark);
-    std::vector<DeviceOperation> parts = {what};
-    if (what.kind == OpKind::kAllReduce)
-      parts = whale::in_chunks(what, static_cast<int64_t>(buffer_bytes_ / bytes_of(what.wire)));
+    std::vector<DeviceOperation> parts;
+    if (what.kind == OpKind::kAllReduce) {
+      const auto most = static_cast<int64_t>(buffer_bytes_ / bytes_of(what.wire));
+      for (std::vector<whale::DeviceTensor>& chunk : whale::in_chunks(what, most)) {
+        parts.push_back(what);
+        parts.back().tensors = std::move(chunk);
+      }
+    } else {
+      parts.push_back(what);
+    }
     if (fabric_ == nullptr) {
       Status status;
       for (const DeviceOperation& part : parts) {

@@ -73,23 +73,22 @@ inline std::vector<int64_t> offsets_of(const std::vector<int64_t>& counts) {
   return offsets;
 }
 
-// Cuts an all-reduce into several of at most `most_elements` each, in order. Tensors are cut where
-// necessary; empty ones are left out.
-inline std::vector<DeviceOperation> in_chunks(const DeviceOperation& whole, int64_t most_elements) {
-  DeviceOperation empty = whole;
-  empty.tensors.clear();
-  std::vector<DeviceOperation> chunks;
+// Cuts the tensors of an all-reduce into chunks of at most `most_elements`, in order. Tensors are
+// cut where necessary; empty ones are left out.
+inline std::vector<std::vector<DeviceTensor>> in_chunks(const DeviceOperation& whole,
+                                                        int64_t most_elements) {
+  std::vector<std::vector<DeviceTensor>> chunks;
   int64_t room = 0;
   for (const DeviceTensor& tensor : whole.tensors) {
     const auto* input = static_cast<const char*>(tensor.input);
     auto* output = static_cast<char*>(tensor.output);
     for (int64_t left = tensor.count; left > 0;) {
       if (room == 0) {
-        chunks.push_back(empty);
+        chunks.emplace_back();
         room = most_elements;
       }
       const int64_t count = std::min(room, left);
-      chunks.back().tensors.push_back({input, output, count});
+      chunks.back().push_back({input, output, count});
       input += static_cast<size_t>(count) * whole.element_bytes;
       output += static_cast<size_t>(count) * whole.element_bytes;
       left -= count;

@@ -94,9 +94,9 @@ void DeviceRank::start(DeviceCall call) {
     return self->device_->mark(running->call.stream, &running->mark);
   };
   LaunchOrder::Call order{running->call.what.key,
-                          running->call.text,
+                          std::move(running->call.text),
                           running->call.what.group,
-                          running->call.tells,
+                          std::move(running->call.tells),
                           nullptr,
                           nullptr};
   if (running->call.complete != nullptr) {
@@ -153,7 +153,7 @@ Status DeviceRank::gather(const std::vector<int>& group, const void* mine, size_
 
 void DeviceRank::run() {
   for (;;) {
-    std::deque<RunningPtr> turns;
+    std::vector<RunningPtr> turns;  // unlike a deque, no memory where there are none: most times
     {
       std::unique_lock<std::mutex> lock(mutex_);
       const auto has_turn = [this] { return stopping_ || !turns_.empty(); };
@@ -162,7 +162,7 @@ void DeviceRank::run() {
       } else if (turns_.empty()) {
         changed_.wait_for(lock, kLookEvery);
       }
-      turns = std::exchange(turns_, {});
+      turns.swap(turns_);
       if (turns.empty() && running_.empty() && stopping_) return;
     }
     for (const RunningPtr& turn : turns) begin(turn);
@@ -171,8 +171,8 @@ void DeviceRank::run() {
 }
 
 void DeviceRank::begin(const RunningPtr& running) {
-  const Status turn = running->turn;
-  if (!failure_.ok() || !turn.ok()) return end(running, failure_.ok() ? turn : failure_);
+  if (!failure_.ok() || !running->turn.ok())
+    return end(running, failure_.ok() ? running->turn : failure_);
   running->launch_ns = now_ns();
   Status status = device_->launch(running->call.what, running->mark);
   running_.push_back(running);  // also after an error, since part of it may have been queued

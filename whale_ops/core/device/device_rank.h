@@ -9,6 +9,7 @@
 #include <mutex>
 #include <string>
 #include <thread>
+#include <vector>
 
 #include "whale_ops/core/device/device.h"
 #include "whale_ops/core/device/launch_order.h"
@@ -90,7 +91,7 @@ class WHALE_EXPORT DeviceRank : public std::enable_shared_from_this<DeviceRank> 
 
   std::mutex mutex_;  // guards what follows
   std::condition_variable changed_;
-  std::deque<RunningPtr> turns_;  // operations in the order in which they start
+  std::vector<RunningPtr> turns_;  // operations in the order in which they start
   bool stopping_ = false;
 
   // Used by this object's own thread only.
