@@ -63,7 +63,8 @@ Status open(const char* transport, int rank, int size, int ordinal, size_t buffe
   status = current.status();
   if (!status.ok()) return status;
   if (std::strcmp(transport, "cuda-ipc") == 0) {
-    status = whale::cuda::open_ipc(*gpu, rank, size, buffer_bytes, std::move(gather), &opened);
+    status =
+        whale::cuda::open_ipc(*gpu, rank, size, buffer_bytes, std::move(gather), failure, &opened);
   } else if (std::strcmp(transport, "nccl") == 0) {
     status = whale::cuda::open_nccl(rank, size, std::move(gather), failure, &opened);
   } else {

@@ -25,11 +25,13 @@ struct Card {
 // GPU that runs the kernels of one rank at a time.
 class IpcTransport final : public DeviceTransport {
  public:
-  IpcTransport(const Gpu& gpu, int rank, int size, size_t max_bytes, DeviceGather gather)
+  IpcTransport(const Gpu& gpu, int rank, int size, size_t max_bytes, DeviceGather gather,
+               DeviceFailure failure)
       : gpu_(gpu),
         rank_(rank),
         max_bytes_(max_bytes),
         gather_(std::move(gather)),
+        ranks_failure_(std::move(failure)),
         peers_(static_cast<size_t>(size)) {}
 
   ~IpcTransport() override {
@@ -122,12 +124,15 @@ class IpcTransport final : public DeviceTransport {
 
   // A rank may close its device when its own part of the last operation has ended, while others
   // still read its memory: what they have queued, they have recorded before that operation was
-  // queued everywhere (in_turn).
-  Status let_others_end(CUstream stream) override { return wait_for_readers(stream); }
+  // queued everywhere (in_turn). What others read after an error does not matter.
+  Status let_others_end(CUstream stream) override {
+    const Status failed = ranks_failure_();
+    return failed.ok() ? wait_for_readers(stream) : failed;
+  }
 
   // Nothing to do: streams wait only for events that were recorded before, and a lost rank's events
   // complete when its process ends.
-  void abandon() override { used_ = false; }  // what others read does not matter any more
+  void abandon() override { used_ = false; }
 
  private:
   struct Peer {
@@ -314,6 +319,7 @@ class IpcTransport final : public DeviceTransport {
   const int rank_;
   const size_t max_bytes_;
   const DeviceGather gather_;
+  const DeviceFailure ranks_failure_;
   std::vector<Peer> peers_;  // by rank, this one too
   bool used_ = false;
 };
@@ -321,8 +327,9 @@ class IpcTransport final : public DeviceTransport {
 }  // namespace
 
 Status open_ipc(const Gpu& gpu, int rank, int size, size_t max_bytes, DeviceGather gather,
-                std::unique_ptr<DeviceTransport>* transport) {
-  auto made = std::make_unique<IpcTransport>(gpu, rank, size, max_bytes, std::move(gather));
+                DeviceFailure failure, std::unique_ptr<DeviceTransport>* transport) {
+  auto made = std::make_unique<IpcTransport>(gpu, rank, size, max_bytes, std::move(gather),
+                                             std::move(failure));
   const Status status = made->open();
   if (status.ok()) *transport = std::move(made);
   return status;

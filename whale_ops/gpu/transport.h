@@ -40,6 +40,6 @@ Status open_nccl(int rank, int size, DeviceGather gather, DeviceFailure failure,
 // does not allow. `max_bytes`: size of the memory that a rank shows to others. Every operation
 // synchronises the ranks of its group on the host. Collective.
 Status open_ipc(const Gpu& gpu, int rank, int size, size_t max_bytes, DeviceGather gather,
-                std::unique_ptr<DeviceTransport>* transport);
+                DeviceFailure failure, std::unique_ptr<DeviceTransport>* transport);
 
 }  // namespace whale::cuda
