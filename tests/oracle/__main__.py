@@ -3,6 +3,8 @@
 python -m tests.oracle --case mlp --dtype float64 --optimizer sgd --ranks 3 --shares 5,3,0
 python -m tests.oracle --table docs/oracle.md        # the full matrix of this TensorFlow
 python -m tests.oracle --table docs/oracle_split.md --under-split        # the cases under `wh.split`
+python -m tests.oracle --draw 300 --seed 7           # so many runs that are in no table: scopes, settings, rows
+python -m tests.oracle --case gpt --draw 50          # of these cases
 """
 
 from __future__ import annotations
@@ -12,7 +14,9 @@ import contextlib
 import itertools
 import os
 import queue
+import re
 import sys
+from collections import Counter
 from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -21,9 +25,10 @@ import tensorflow as tf
 from rich.progress import MofNCompleteColumn, Progress, TaskID
 
 from tests.oracle.compare import Outcome, compare
-from tests.oracle.matrix import SPREADS, UNDER_SPLIT, Run, Spread, all_runs, runs_under_split
+from tests.oracle.matrix import SPREADS, UNDER_SPLIT, Run, Spread, all_runs, draw_runs, runs_under_split
 from tests.oracle.pool import Pool, flavours
 from tests.zoo.catalogue import CASES, case_named
+from whale.errors import REPORT_FAULT
 
 
 def main() -> int:
@@ -31,7 +36,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.oracle", description=__doc__.partition("\n")[0])
     parser.add_argument("--table", type=Path, help="run the full matrix and write its table to this file")
     parser.add_argument("--under-split", action="store_true", help="with --table: the cases under wh.split")
-    parser.add_argument("--case", action="append", help="case of the zoo (repeatable); with --table: these only")
+    parser.add_argument("--case", action="append", help="case of the zoo (repeatable); not alone: these only")
+    parser.add_argument("--draw", type=int, metavar="COUNT", help="draw so many runs")
+    parser.add_argument("--seed", type=int, default=1, help="of --draw")
     parser.add_argument("--flavour", choices=flavours(), default=flavours()[0], help="Keras of the workers")
     parser.add_argument("--dtype", choices=("float32", "float64"), default="float64")
     parser.add_argument("--optimizer", help="default: the case's first")
@@ -47,8 +54,10 @@ def main() -> int:
             return full(options.table, runs_under_split(cases, flavours()[0]), options.jobs)
         runs = [run for flavour in flavours() for run in all_runs(cases, flavour)]
         return full(options.table, runs, options.jobs)
+    if options.draw:
+        return drawn(draw_runs(cases, flavours(), options.draw, options.seed), options.seed)
     if not options.case:
-        parser.error("give --case or --table")
+        parser.error("give --case, --table or --draw")
     shares = tuple(int(part) for part in options.shares.split(",") if part)
     spread = Spread(options.ranks, shares)
     failed = False
@@ -78,6 +87,37 @@ def judged(pool: Pool, run: Run) -> tuple[Outcome | None, list[str]]:
     except AssertionError as error:
         return None, [str(error)]
     return outcome, outcome.problems(run)
+
+
+def drawn(runs: list[Run], seed: int) -> int:
+    """Runs one after the other, and prints those that are not as one device, and why others are refused."""
+    wrong, refused, worst = 0, Counter[str](), 0.0
+    with Pool() as pool:
+        for run in runs:
+            outcome, problems = judged(pool, run)
+            if outcome:
+                worst = max(worst, outcome.error / outcome.limit)
+            elif reason := refusal(problems[0]):
+                refused[reason] += 1
+                continue
+            wrong += bool(problems)
+            if problems:
+                print(f"{run.arguments}: {'; '.join(problems)}", flush=True)
+    for reason, count in refused.most_common():
+        print(f"refused {count} times: {reason}")
+    equal = len(runs) - wrong - refused.total()
+    print(
+        f"{len(runs)} runs, seed {seed}: {equal} as one device, {refused.total()} refused, {wrong} wrong;"
+        f" the largest error is {worst:.1e} of its limit"
+    )
+    return int(wrong > 0)
+
+
+def refusal(failure: str) -> str:
+    """Returns what a worker's failure says if it is a refusal of Whale's; "" if it is another exception, or a fault."""
+    raised = failure.rpartition("Traceback (most recent call last):")[2]
+    said = re.search(r"(?m)^whale\.errors\.\w+: (.*)", raised)
+    return said[1] if said and REPORT_FAULT not in failure else ""
 
 
 def full(path: Path, runs: list[Run], jobs: int) -> int:

@@ -7,7 +7,7 @@ import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from tests.zoo.case import Case
+from tests.zoo.case import BATCH, Case
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -68,6 +68,14 @@ class Run:
         extra = ("" if self.gradients else "-no_gradients") + (f"-{self.scope}" if self.scope else "")
         return f"{self.flavour}-{self.name}-{self.dtype}-{self.optimizer}-{self.spread}{extra}"
 
+    @property
+    def arguments(self) -> str:
+        """What `python -m tests.oracle` is given to make this run alone."""
+        given = f"--case {self.name} --flavour {self.flavour} --dtype {self.dtype} --optimizer {self.optimizer}"
+        shares = f" --shares {','.join(map(str, self.spread.shares))}" if self.spread.shares else ""
+        scope = f" --scope={self.scope}" if self.scope else ""
+        return f"{given} --ranks {self.spread.ranks}{shares}{scope}{'' if self.gradients else ' --no-gradients'}"
+
     def factors(self) -> dict[str, object]:
         """The values whose pairs a sample covers."""
         return {
@@ -118,6 +126,31 @@ def runs_under_split(cases: Iterable[Case], flavour: str) -> list[Run]:
         for scope, spread in UNDER_SPLIT
         if number == 0 or spread.shares or scope != "split"
     ]
+
+
+# What a drawn run's model is inside, and what is set beside it; most runs have little of both.
+_DRAWN_SCOPES = ("", "", "", "replica", "split", "split:2", "sequence:2", "stage:2", "stage:3")
+_DRAWN_EXTRAS = (("", "", "", "+zero1", "+zero3"), ("", "", "", "+micro:2", "+micro:3", "+micro:7"),
+                 ("", "", "", "+recompute"), ("", "", "", "", "+xla"))  # fmt: skip
+
+
+def draw_runs(cases: Sequence[Case], flavours: Sequence[str], count: int, seed: int) -> list[Run]:
+    """Draws runs that are in no table: any rows for each rank, scopes, what may stand beside them; sorted by case."""
+    generator, found = random.Random(seed), []
+    while len(found) < count:
+        flavour, case = generator.choice(flavours), generator.choice(cases)
+        if flavour not in case.flavours or (case.heavy and generator.random() < 0.5):
+            continue
+        dtype = "float64" if "float64" in case.dtypes and generator.random() < 0.9 else generator.choice(case.dtypes)
+        scope = generator.choice(_DRAWN_SCOPES)
+        # Groups of two have an even number of ranks, and stages as many as there are ranks at least.
+        ranks = generator.choice((2, 4) if ":2" in scope else (3, 4) if scope == "stage:3" else (1, 2, 3, 4))
+        marks = sorted(generator.randint(0, BATCH) for _ in range(ranks - 1))
+        shares = tuple(b - a for a, b in zip([0, *marks], [*marks, BATCH])) if generator.random() < 0.5 else ()
+        scope += "".join(generator.choice(extras) for extras in _DRAWN_EXTRAS)
+        optimizer, gradients = generator.choice(case.optimizers), generator.random() < 0.8
+        found.append(Run(case, case.name, flavour, dtype, optimizer, Spread(ranks, shares), gradients, scope))
+    return sorted(dict.fromkeys(found), key=lambda run: (run.flavour, run.name, run.dtype, run.optimizer))
 
 
 # With which factors a case is paired; a heavy case's traces cost seconds each.

@@ -9,11 +9,14 @@ import sys
 import numpy as np
 import pytest
 
+from tests.oracle.__main__ import refusal
 from tests.oracle.compare import Outcome
-from tests.oracle.matrix import Run, Spread, all_runs, pairwise
+from tests.oracle.matrix import Run, Spread, all_runs, draw_runs, pairwise
 from tests.oracle.metric import difference, limit
 from tests.oracle.pool import ROOT, Pool, WorkerFailure, flavours
+from tests.zoo.case import BATCH
 from tests.zoo.catalogue import CASES, case_named
+from whale.errors import REPORT_FAULT
 
 REFERENCE = {
     "0/loss": np.asarray(2.0),
@@ -117,3 +120,25 @@ def test_worker_failures_are_reported_and_the_next_job_runs(pool: Pool) -> None:
     with pytest.raises(WorkerFailure, match="KeyError"):
         pool.reference(flavours()[0], "no such case", "float64", "sgd")
     assert pool.reference(flavours()[0], "module", "float64", "sgd")["moved"] > 0
+
+
+def test_drawn_runs_are_those_of_their_seed_and_can_be_spread() -> None:
+    runs = draw_runs(CASES, flavours(), 400, 5)
+    assert runs == draw_runs(CASES, flavours(), 400, 5) != draw_runs(CASES, flavours(), 400, 6)
+    assert {run.spread.kind for run in runs} == {"even", "uneven", "empty"}
+    for run in runs:
+        assert not run.spread.shares or (len(run.spread.shares) == run.spread.ranks and sum(run.spread.shares) == BATCH)
+        assert ":2" not in run.scope.partition("+")[0] or run.spread.ranks % 2 == 0
+
+
+@pytest.mark.parametrize(
+    ("raised", "reason"),
+    [
+        ("whale.errors.PlanError: nothing can be divided\n  given: a mesh", "nothing can be divided"),
+        (f"whale.errors.PlanError: a value is lost\n  action: {REPORT_FAULT}", ""),
+        ("ValueError: shapes", ""),
+    ],
+)
+def test_only_what_whale_refuses_is_a_refusal(raised: str, reason: str) -> None:
+    first = "Traceback (most recent call last):\nwhale.errors.PlanError: the first\n\nDuring handling ...\n"
+    assert refusal(f"{first}Traceback (most recent call last):\n  File ...\n{raised}") == reason
