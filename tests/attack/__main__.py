@@ -86,6 +86,8 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--write", action="store_true")
     given = parser.parse_args()
+    if not (given.ports or given.plans or given.inputs or given.faults):
+        parser.error("give --ports, --plans, --inputs or --faults")
     rows: list[_Row] = []
     wrong = 0
     start_s = time.monotonic()

@@ -21,7 +21,7 @@ from tests.programs import mlp, planned
 from whale.cli import main
 from whale.config import Config
 from whale.config.reading import FILE_VARIABLE
-from whale.errors import WhaleError
+from whale.errors import REPORT_FAULT, WhaleError
 from whale.runtime.annotate import read_annotations
 from whale.runtime.checkpoint.folder import CheckpointFolder
 
@@ -126,7 +126,7 @@ class Inputs:
             "profile.json": machine_profile.read,
         }
         for command in (one for commands in self.commands.values() for one in commands):
-            assert self._run(*command) in (0, 1), command
+            assert self._run(*command)[0] in (0, 1), command
 
     def tried(self, count: int, seed: int) -> Found:
         """Changes one file after the other, ``count`` times in all, and has each read by one of its commands."""
@@ -147,18 +147,20 @@ class Inputs:
         start_s, what = time.process_time(), name
         try:
             if name in self.readers:
-                code = 0
+                code, said = 0, ""
                 self.readers[name](self._path(name))
             else:
                 command = generator.choice(self.commands[name])
                 what = f"{command[0]} {name}"
-                code = self._run(*command)
+                code, said = self._run(*command)
             found.answered += code in (0, 1)
             found.refused += code == 2
             if code not in (0, 1, 2):
                 found.problems.append(f"{what}: exit code {code}")
-        except WhaleError:
+            self._find_blame(said, what, found, data)
+        except WhaleError as error:
             found.refused += 1
+            self._find_blame(str(error), what, found, data)
         except BaseException as error:
             if isinstance(error, KeyboardInterrupt):
                 raise
@@ -168,9 +170,15 @@ class Inputs:
         if took_s > LIMIT_S:
             found.problems.append(f"{what}: took {took_s:.1f} s ({_kept(data)})")
 
-    def _run(self, *command: str) -> int:
-        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-            return main(list(command))
+    def _find_blame(self, said: str, what: str, found: Found, data: bytes) -> None:
+        """Notes a problem where a damaged file is taken for a fault of Whale."""
+        if REPORT_FAULT in said:
+            found.problems.append(f"{what}: said to be a fault of Whale: {said[:200]} ({_kept(data)})")
+
+    def _run(self, *command: str) -> tuple[int, str]:
+        """Returns (the exit code, what was said on standard error)."""
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()) as said:
+            return main(list(command)), said.getvalue()
 
     def _path(self, name: str) -> str:
         return str(self.folder / name)

@@ -16,7 +16,7 @@ import tensorflow as tf
 import whale as wh
 from tests.oracle.metric import difference, limit
 from tests.runtime.compile.test_auto import Deep
-from whale.errors import PlanError, WhaleError
+from whale.errors import REPORT_FAULT, PlanError, WhaleError
 from whale.ir.plan import Plan, PlanRecord, file_text, record_from_text
 from whale.ir.program import Program
 from whale.partition.verify_saved_plan import verify_saved_plan
@@ -113,8 +113,10 @@ def judged(count: int, seed: int) -> Counts:
                     continue
                 verify_saved_plan(program, read, settings, name)
                 counts.legal.append((tree, config))
-            except PlanError:
+            except PlanError as error:
                 counts.illegal += 1
+                if REPORT_FAULT in str(error):
+                    counts.problems.append(f"{name}: a changed plan is said to be a fault of Whale: {error}")
             except ValueError:
                 counts.unreadable += 1
             except Exception as error:  # anything else is what this looks for
@@ -134,8 +136,9 @@ def trained(folder: Path, plans: list[tuple[dict[str, Any], dict[str, Any]]], st
             worst = difference(expected, fresh().train(), 0.1)
             if worst.error > limit("float64", 0.0):
                 problems.append(f"{path}: {worst}")
-        except WhaleError:
-            pass  # its fingerprint or choice may be what was changed
+        except WhaleError as error:  # its fingerprint or choice may be what was changed
+            if REPORT_FAULT in str(error):
+                problems.append(f"{path}: a changed plan is said to be a fault of Whale: {error}")
         except Exception as error:  # anything else is what this looks for
             problems.append(f"{path}: {type(error).__name__}: {error}")
         finally:

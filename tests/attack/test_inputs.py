@@ -10,6 +10,7 @@ import pytest
 
 from tests.attack.inputs import CLUSTER, LIMIT_S, Inputs
 from whale.cli import main
+from whale.errors import REPORT_FAULT, PlanError
 
 _SMALL = "gpt:layers=2,hidden=64,heads=2,batch=4"
 
@@ -89,3 +90,14 @@ def test_a_search_ends_with_its_budget_however_many_layers_there_are(
     start_s = time.process_time()
     assert main([*asked, "--cluster", str(tmp_path / "c.yaml")]) == 0
     assert time.process_time() - start_s < 5.0 and "step" in capsys.readouterr().out
+
+
+def test_a_damaged_file_is_not_taken_for_a_fault_of_whale(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs = Inputs(tmp_path)
+
+    def fail(path: str) -> None:
+        raise PlanError("a value is lost", action=REPORT_FAULT)
+
+    monkeypatch.setitem(inputs.readers, "profile.json", fail)
+    problems = inputs.tried(len(inputs.commands) + len(inputs.readers), seed=1).problems
+    assert [problem.partition(": said to be a fault")[0] for problem in problems] == ["profile.json"]

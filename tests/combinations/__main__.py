@@ -33,14 +33,14 @@ Outcome = tuple[str, str]
 _LOOK_S = 0.5
 
 
-def chosen(triples: int, only: list[str]) -> list[Names]:
-    """All pairs and some triples, the same each time."""
+def chosen(triples: int, only: list[str], seed: int = 0) -> list[Names]:
+    """All pairs and some triples, the same each time with the same seed."""
     features = [f for f in FEATURES if not only or f.name in only]
     found: list[tuple[Feature, ...]] = [(f,) for f in features]
     found += [pair for pair in itertools.combinations(FEATURES if len(features) == 1 else features, 2)
               if not only or any(f in features for f in pair)]  # fmt: skip
     every = list(itertools.combinations(features, 3))
-    random.Random(0).shuffle(every)
+    random.Random(seed).shuffle(every)
     kept = [c for c in found if not clash(c)] + [c for c in every if not clash(c)][:triples]
     return [tuple(f.name for f in c) for c in kept]
 
@@ -48,6 +48,7 @@ def chosen(triples: int, only: list[str]) -> list[Names]:
 def main() -> int:
     arguments = argparse.ArgumentParser(prog="python -m tests.combinations")
     arguments.add_argument("--triples", type=int, default=0)
+    arguments.add_argument("--seed", type=int, default=0, help="of the triples; 0: those of docs/combinations.md")
     arguments.add_argument("--only", nargs="+", default=[], choices=sorted(BY_NAME))
     arguments.add_argument("--jobs", type=int, default=1, help="processes beside each other")
     arguments.add_argument("--part", nargs=2, type=int, default=[0, 1], metavar=("NUMBER", "OF"), help="of the runs")
@@ -58,7 +59,7 @@ def main() -> int:
     asked = arguments.parse_args()
     os.environ["WHALE_MESH_PLAN_CACHE"] = ""  # each is planned anew, also where an earlier run has its plan
     number, parts = asked.part
-    combinations = [_named(cell) for cell in asked.cells] or chosen(asked.triples, asked.only)
+    combinations = [_named(cell) for cell in asked.cells] or chosen(asked.triples, asked.only, asked.seed)
     combinations = [c for c in combinations if asked.size in (None, len(c))][number::parts]
     rows, triples = read_page(asked.out.read_text()) if asked.out and asked.out.exists() else ({}, "")
     if asked.left:

@@ -9,12 +9,14 @@ from pathlib import Path
 import pytest
 import tensorflow as tf
 
+from tests.combinations import run
 from tests.combinations.__main__ import ROOT, read_page, write_page
 from tests.combinations.features import BY_NAME, RANKS, Feature
 from tests.combinations.own_rows import bring_own_rows
 from tests.combinations.program import ROWS
 from tests.combinations.run import outcome
 from tests.draws import one_of
+from whale.errors import REPORT_FAULT, PlanError
 
 SAMPLE = [
     ("tensor", "2 stages", "zb-h1", "devices"),
@@ -104,6 +106,14 @@ def test_a_stage_of_which_no_rank_has_rows_is_refused() -> None:
     shares = Feature("shares", config={"batch.shares": (8, 8, 8, 8, 0, 0, 0, 0)})
     kind, what = outcome([BY_NAME["unequal stages"], shares])
     assert kind == "refused" and what.startswith("no rank of a stage has a share of the batch"), what
+
+
+def test_what_says_that_it_is_a_fault_of_whale_is_no_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(features: object, folder: str) -> None:
+        raise PlanError("a value is lost", action=REPORT_FAULT)
+
+    monkeypatch.setattr(run, "spread", fail)
+    assert outcome([BY_NAME["tensor"]]) == ("WRONG", f"a value is lost\n  next: {REPORT_FAULT}")
 
 
 def test_the_page_keeps_its_cells_until_they_are_run_again() -> None:
