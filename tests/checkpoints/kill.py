@@ -22,14 +22,16 @@ from tests.checkpoints.store import find_library, list_keys, open_store
 from tests.forkserver import warm_python
 
 SCRIPT = Path(__file__).with_name("saver.py")
+_LIMIT_S = 300.0
 
 
 def trial(place: str, said: Path, seed: int) -> str:
     """What is wrong after a run in which a rank is killed; "" if nothing is."""
-    ended = subprocess.run(
-        [warm_python(), "-m", "whale", "run", "-np", "2", str(SCRIPT), place, str(seed), str(said)],
-        capture_output=True, text=True, check=False, timeout=120,
-    )  # fmt: skip
+    command = [warm_python(), "-m", "whale", "run", "-np", "2", str(SCRIPT), place, str(seed), str(said)]
+    try:
+        ended = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_LIMIT_S)
+    except subprocess.TimeoutExpired as late:
+        return f"the run has not ended: {late.stdout}{late.stderr}"
     if "was killed by SIGKILL" not in ended.stdout + ended.stderr:
         return f"no rank was killed: {ended.stdout}{ended.stderr}"
     path = tf.train.latest_checkpoint(place)

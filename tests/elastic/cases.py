@@ -44,7 +44,7 @@ class Case:
         return sum(2 if kind == "host" else kind not in ("slow", "join") for kind in kinds)
 
     def __str__(self) -> str:
-        return f"{self.mode} on {self.ranks} ranks, {self.faults}"
+        return f"{self.mode}/{self.ranks}/{self.faults}"
 
 
 def drawn(seed: int, count: int) -> list[Case]:
@@ -176,7 +176,11 @@ def run(case: Case, reference: Reference, restarts: int = 0, gpus: int = 0) -> O
             environment |= build_host_cuda().variables(*[HostGpu(600 << 20, name=f"GPU {n}") for n in range(gpus)])
             environment["PYTHONPATH"] = str(ROOT)
         start_s = time.monotonic()
-        ended = subprocess.run(line, capture_output=True, text=True, timeout=_LIMIT_S, env=environment)
+        try:
+            ended = subprocess.run(line, capture_output=True, text=True, timeout=_LIMIT_S, env=environment)
+        except subprocess.TimeoutExpired as late:
+            said = b"".join(part for part in (late.stdout, late.stderr) if part).decode(errors="replace")
+            return Outcome(f"has not ended:\n{said}", 0.0, _LIMIT_S, said)
         seconds = time.monotonic() - start_s
         # Late in its last step a rank may be gone after the last exchange, and what it alone does is missing.
         last = any(fault.startswith(f"{_STEPS - 1}:") and fault.endswith("late") for fault in case.faults.split(","))

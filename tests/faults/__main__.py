@@ -45,6 +45,7 @@ def trials(
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.faults", description=__doc__.partition("\n")[0])
     parser.add_argument("--count", type=int, default=100)
+    parser.add_argument("--first", type=int, default=1, help="number of the first that is made, of those of the seed")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", type=float, default=1.0, help="share of faults in TensorFlow steps (default: all)")
     parser.add_argument(
@@ -53,11 +54,15 @@ def main() -> int:
     parser.add_argument("--devices", action="store_true", help="steps exchange through devices (the host's memory)")
     options = parser.parse_args()
     tried = trials(
-        options.count, options.seed, options.steps, options.transports.split(","), DEVICES if options.devices else ()
-    )
+        options.first - 1 + options.count,
+        options.seed,
+        options.steps,
+        options.transports.split(","),
+        DEVICES if options.devices else (),
+    )[options.first - 1 :]
     seconds: dict[tuple[str, str], list[float]] = defaultdict(list)
     failures = busy = 0
-    for index, trial in enumerate(tried):
+    for number, trial in enumerate(tried, options.first):
         start_s = time.monotonic()
         with tempfile.TemporaryDirectory(prefix="whale-fault-") as folder:
             outcome = run(trial, Path(folder))
@@ -67,7 +72,7 @@ def main() -> int:
         busy += outcome.busy
         took_s = time.monotonic() - start_s
         error_s = math.nan if outcome.seconds is None else outcome.seconds
-        print(f"{index + 1:4d}  {trial}  error after {error_s:.2f} s, run {took_s:.0f} s", flush=True)
+        print(f"{number:4d}  {trial}  error after {error_s:.2f} s, run {took_s:.0f} s", flush=True)
         for problem in outcome.problems:
             print(f"      WRONG: {problem}", flush=True)
     print("\nwork      kind    count  median s  worst s  limit s")

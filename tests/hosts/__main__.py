@@ -123,6 +123,8 @@ def run(case: Case, folder: Path) -> Outcome:
                 output, errors = lines.read_to_end(_LIMIT_S)
             except AssertionError as error:
                 return Outcome(f"{error}{process.communicate()[1]}")
+            except subprocess.TimeoutExpired:
+                return Outcome(f"the run has not ended after {_LIMIT_S:g} s: {hosts.processes('h0')}")
         took_s, said = time.monotonic() - begun_s, "".join([*(line for _, line in errors), *output])
         named_s = next((at_s - begun_s for at_s, line in errors if line.startswith("whale run: ")), float("inf"))
         wrong = _judge(case, process.returncode, took_s, named_s, said, folder)
