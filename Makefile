@@ -1,7 +1,7 @@
 # make demo            train an example on two processes, beside the one-process run
 # make test            all tests that decide: about fourteen minutes on two idle cores; make test TF=2.15.1 with another TensorFlow
 # make check           lint, types, the tests without TensorFlow, and those of what was changed: before every commit
-# make test-all        make test, and the long draws: hours; each says its seed
+# make test-all        make test, the long tests, and the draws of an evening (DRAW_ARGS='--times 4'): three hours, a new seed each day
 # make coverage        make test, and which lines and branches of the product it runs
 # make times           where the time of the tests goes, of the last make test
 # make mutants         plants faults in the product, one at a time, and looks whether the tests find them
@@ -34,8 +34,7 @@ PYTEST_ARGS ?=
 # Some tests mostly wait, so that more are run side by side than there are cores.
 JOBS ?= 5
 REPORT := build/tests.xml
-# Long draws have programs of their own, with a table or a seed that they print.
-DRAWS := partition.test_training_programs oracle combinations pipelines keras_fit guides tf1 elastic hosts faults attack checkpoints.kill streams
+DRAW_ARGS ?=
 BENCH_ARGS ?=
 # What the environments are made of, for pip; what a bundle for a machine with GPUs has.
 TOOLS := 'pip>=23' 'setuptools>=77' wheel
@@ -87,7 +86,7 @@ check: build lint
 
 test-all: test
 	@code=0; $(RUN) -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder -m long $(PYTEST_ARGS) tests || code=$$?; \
-	for draw in $(DRAWS); do echo "== $$draw"; $(RUN) -m tests.$$draw || code=$$?; done; exit $$code
+	$(RUN) -m tests.all_draws $(DRAW_ARGS) || code=$$?; exit $$code
 
 coverage: build
 	@rm -rf build/coverage && mkdir -p build/coverage

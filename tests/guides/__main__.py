@@ -33,7 +33,7 @@ def main() -> int:
     rows: list[Row] = []
     for name in asked.names:
         if package := missing(name):
-            rows.append(Row(name, 0, problem=f"{package} is not installed"))
+            rows.append(Row(name, 0, problem=f"{package} is not installed", left_out=True))
             print(f"--  {name}: {package} is not installed", flush=True)
             continue
         with tempfile.TemporaryDirectory() as folder:
@@ -43,10 +43,12 @@ def main() -> int:
                 rows.append(row)
                 said = f"{row.difference:.1e}  {row.where}" if not row.problem else row.problem
                 print(f"{'ok ' if row.ok else 'NOT'} {ranks}  {name:28} {said}", flush=True)
-    print(f"{sum(row.ok for row in rows)} of {len(rows)} equal themselves alone")
+    left_out = sum(row.left_out for row in rows)
+    equal = f"{sum(row.ok for row in rows)} of {len(rows) - left_out} equal themselves alone"
+    print(f"{equal}, {left_out} left out: their packages are not installed" if left_out else equal)
     if asked.out:
         asked.out.write_text(_HEAD + "".join(_line(row) for row in rows))
-    return int(not all(row.ok for row in rows))
+    return int(not all(row.ok or row.left_out for row in rows))
 
 
 def _line(row: Row) -> str:

@@ -36,6 +36,7 @@ class Row:
     Attributes:
       difference: largest over all values and ranks, relative to the largest element of each.
       problem: what kept it from being compared; "" if nothing.
+      left_out: what it is written for is not installed here.
     """
 
     name: str
@@ -43,6 +44,7 @@ class Row:
     difference: float = float("nan")
     where: str = ""
     problem: str = ""
+    left_out: bool = False
 
     @property
     def limit(self) -> float:

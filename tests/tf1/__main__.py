@@ -1,4 +1,4 @@
-"""Compares the table's programs and writes docs/tf1.md: ``python -m tests.tf1 [--python OTHER ...] [NAME ...]``."""
+"""Compares the table's programs: ``python -m tests.tf1 [--python OTHER ...] [--page] [NAME ...]``."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from tests.tf1.table import ROOT, Row, compared
 PAGE = ROOT / "docs" / "tf1.md"
 HEAD = """# Programs of TensorFlow 1
 
-`python -m tests.tf1` writes this page. Each program (`tests/tf1/programs.py`, `tests/tf1/more_programs.py`) is a script
-that begins with `tf.disable_v2_behavior()`, as it is run alone, with reference variables, and on two ranks after
+`python -m tests.tf1 --page` writes this page. Each program (`tests/tf1/programs.py`, `tests/tf1/more_programs.py`) is a
+script that begins with `tf.disable_v2_behavior()`, as it is run alone, with reference variables, and on two ranks after
 `wh.init()`. `equal`: all that it fetches, and its variables, on both ranks: to 1e-10, or (single) in single precision
 to 2e-6. `refused`: by an error that says what to add. See [the guide](guides/tf1.md).
 
@@ -25,8 +25,11 @@ def main() -> int:
     """Exit code 1 when a program is different."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--python", action="append", default=[], help="interpreter of another TensorFlow, as well")
-    parser.add_argument("names", nargs="*", help="programs; none: all, and the page is written")
+    parser.add_argument("--page", action="store_true", help="write docs/tf1.md, of all programs")
+    parser.add_argument("names", nargs="*", help="programs; none: all")
     options = parser.parse_args()
+    if options.page and options.names:
+        parser.error("docs/tf1.md is of all programs: leave the names away, or --page")
     columns: dict[str, list[Row]] = {}
     for python in [sys.executable, *options.python]:
         ask = [python, "-c", "import tensorflow as tf; print(tf.__version__)"]
@@ -38,7 +41,7 @@ def main() -> int:
         for row in columns[version]:
             if row.kind == "different" or options.names:
                 print(f"  {row.name}: {row.kind} {row.text}", flush=True)
-    if not options.names:
+    if options.page:
         PAGE.write_text(HEAD + _text(columns))
     return int(any(row.kind == "different" for rows in columns.values() for row in rows))
 
