@@ -90,7 +90,7 @@ def judged(pool: Pool, run: Run) -> tuple[Outcome | None, list[str]]:
 
 
 def drawn(runs: list[Run], seed: int) -> int:
-    """Runs one after the other, and prints those that are not as one device, and why others are refused."""
+    """Runs one after the other, each a line, and prints why some are refused."""
     wrong, refused, worst = 0, Counter[str](), 0.0
     with Pool() as pool:
         for run in runs:
@@ -99,10 +99,11 @@ def drawn(runs: list[Run], seed: int) -> int:
                 worst = max(worst, outcome.error / outcome.limit)
             elif reason := refusal(problems[0]):
                 refused[reason] += 1
+                print(f"refused  {run.arguments}: {reason}", flush=True)
                 continue
             wrong += bool(problems)
-            if problems:
-                print(f"{run.arguments}: {'; '.join(problems)}", flush=True)
+            said = "; ".join(problems) or (f"{outcome.error:.0e}" if outcome else "")
+            print(f"{'WRONG' if problems else 'equal':7}  {run.arguments}: {said}", flush=True)
     for reason, count in refused.most_common():
         print(f"refused {count} times: {reason}")
     equal = len(runs) - wrong - refused.total()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from tests.zoo.case import BATCH, Case
 
@@ -149,6 +149,8 @@ def draw_runs(cases: Sequence[Case], flavours: Sequence[str], count: int, seed: 
         shares = tuple(b - a for a, b in zip([0, *marks], [*marks, BATCH])) if generator.random() < 0.5 else ()
         scope += "".join(generator.choice(extras) for extras in _DRAWN_EXTRAS)
         optimizer, gradients = generator.choice(case.optimizers), generator.random() < 0.8
+        if scope.startswith("sequence"):  # of a recurrence, which has an order, little can be divided along it
+            case = replace(case, least_split_fraction=0.0)
         found.append(Run(case, case.name, flavour, dtype, optimizer, Spread(ranks, shares), gradients, scope))
     return sorted(dict.fromkeys(found), key=lambda run: (run.flavour, run.name, run.dtype, run.optimizer))
 
