@@ -49,6 +49,9 @@ SAMPLE = [
     ("tensor", "zero 3", "table", "sampled classes", "7 rows"),
     ("2 stages", "micro-batches", "hot table", "zero 1"),
     ("micro-batches", "recompute auto", "hot table", "zero 3"),
+    ("2 stages", "loop", "table"),
+    ("2 stages", "accumulation", "table"),
+    ("4 stages", "branch", "loop", "hot table"),
 ]
 
 

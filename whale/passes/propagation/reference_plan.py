@@ -122,10 +122,13 @@ def _find_empty_split(p: Placement, t: TensorType) -> Shard | None:
 
 
 def _fits(p: Placement, t: TensorType) -> bool:
-    """Returns True if a tensor has the dimension and the size that placement ``p`` splits, or ``p`` is no split."""
+    """Returns True if a tensor may have the dimension and the size that placement ``p`` splits, or ``p`` is no split.
+
+    A size that only a step knows, such as that of the looked-up rows of a table, is as unknown in the reference.
+    """
     if not isinstance(p, Shard) or t.shape is None or t.dtype in UNMOVABLE:
         return True
-    return p.dim < len(t.shape) and t.shape[p.dim] == p.extent
+    return p.dim < len(t.shape) and t.shape[p.dim] in (None, p.extent)
 
 
 def same_kind(one: Strategy, other: Strategy) -> bool:
