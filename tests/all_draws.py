@@ -72,7 +72,7 @@ def _part_of_pipelines(size: Size) -> str:
 
 # Sizes for some seven minutes each, and less where a whole table takes less.
 DRAWS = (
-    Draw("partition.test_training_programs", lambda s: f"--count {s.count(3000)} --seed {s.seed}"),
+    Draw("partition.test_training_programs", lambda s: f"--count {s.count(6000)} --seed {s.seed}"),
     Draw("oracle", lambda s: f"--draw {s.count(250)} --seed {s.seed}"),
     Draw("combinations", _part_of_pairs),
     Draw("combinations", lambda s: f"--size 3 --triples {s.count(100)} --seed {s.seed}"),
@@ -83,7 +83,7 @@ DRAWS = (
     Draw("elastic", lambda s: f"--count {s.count(50)} --seed {s.seed}"),
     Draw("hosts", lambda s: f"--count {s.count(30)} --seed {s.seed}", find_obstacle),
     Draw("faults", lambda s: f"--count {s.count(60)} --seed {s.seed}"),
-    Draw("attack", lambda s: f"--ports 1 --plans {s.count(80)} --inputs {s.count(4000)} --seed {s.seed}"),
+    Draw("attack", lambda s: f"--ports 1 --plans {s.count(300)} --inputs {s.count(15000)} --seed {s.seed}"),
     Draw("attack", lambda s: f"--faults {s.count(50)} --seed {s.seed}"),
     Draw("checkpoints.kill", lambda s: f"--count {s.count(50)} --seed {s.seed}"),
     Draw("checkpoints.kill", lambda s: f"--store --count {s.count(30)} --seed {s.seed}"),

@@ -68,8 +68,7 @@ def main() -> int:
             wrong = trial(place, Path(name, "saved.txt"), options.seed + number)
             good += not wrong
             left += any(".writing-" in key for key in list_keys(folder))
-            if wrong:
-                print(f"seed {options.seed + number}: {wrong}", flush=True)
+            print(f"seed {options.seed + number}: {wrong or 'a complete checkpoint'}", flush=True)
     seconds = time.monotonic() - start
     print(f"{good} of {options.count} kills left a complete checkpoint ({left} of them in the middle of writing); "
           f"{seconds:.0f} s")  # fmt: skip
