@@ -20,6 +20,7 @@ import tensorflow as tf
 
 from tests.checkpoints.store import find_library, list_keys, open_store
 from tests.forkserver import warm_python
+from tests.launcher.helpers import read_partly
 
 SCRIPT = Path(__file__).with_name("saver.py")
 _LIMIT_S = 300.0
@@ -31,7 +32,7 @@ def trial(place: str, said: Path, seed: int) -> str:
     try:
         ended = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_LIMIT_S)
     except subprocess.TimeoutExpired as late:
-        return f"the run has not ended: {late.stdout}{late.stderr}"
+        return f"the run has not ended: {read_partly(late)}"
     if "was killed by SIGKILL" not in ended.stdout + ended.stderr:
         return f"no rank was killed: {ended.stdout}{ended.stderr}"
     path = tf.train.latest_checkpoint(place)

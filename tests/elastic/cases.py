@@ -16,6 +16,7 @@ import numpy as np
 
 from tests.forkserver import plain_python, warm_python
 from tests.host_gpu.build import ROOT, HostGpu, build_host_cuda
+from tests.launcher.helpers import read_partly
 
 SCRIPT = Path(__file__).parent / "script.py"
 _ON_GPUS = (str(ROOT / "tests/host_gpu/on_host_gpus.py"), "none")
@@ -179,7 +180,7 @@ def run(case: Case, reference: Reference, restarts: int = 0, gpus: int = 0) -> O
         try:
             ended = subprocess.run(line, capture_output=True, text=True, timeout=_LIMIT_S, env=environment)
         except subprocess.TimeoutExpired as late:
-            said = b"".join(part for part in (late.stdout, late.stderr) if part).decode(errors="replace")
+            said = read_partly(late)
             return Outcome(f"has not ended:\n{said}", 0.0, _LIMIT_S, said)
         seconds = time.monotonic() - start_s
         # Late in its last step a rank may be gone after the last exchange, and what it alone does is missing.

@@ -145,3 +145,8 @@ def wait_for_a_signal():
         time.sleep(0.1)
 rank = int(os.environ["WHALE_RANK"])
 """
+
+
+def read_partly(late: subprocess.TimeoutExpired) -> str:
+    """Returns what a command had said before its time was over: bytes, whatever it was to be read as."""
+    return b"".join(part for part in (late.stdout, late.stderr) if part).decode(errors="replace")
