@@ -59,8 +59,10 @@ def measure(kinds: list[str], sizes_kb: list[int]) -> None:
         counts = [whole] if kind == "AllReduce" else [part] * comm.size
         rounds, times_ms, left_bytes = next(count for least, count in _ROUNDS if kb >= least), [], list[int]()
         for _ in range(rounds + 2):  # the first ones connect, and fault memory in
-            comm.barrier(f"start {kind} {kb}")
-            before, started_s = _count_left(), time.perf_counter()
+            comm.barrier(f"count {kind} {kb}")
+            before = _count_left()
+            comm.barrier(f"start {kind} {kb}")  # nobody sends before all have counted
+            started_s = time.perf_counter()
             HostOperation(
                 comm.handle, kind, f"timed {kind} {kb}", dtype="float32", element_bytes=4, counts=counts,
                 recv_counts=counts if kind == "AllToAll" else (), even=True,
