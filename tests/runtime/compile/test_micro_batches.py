@@ -303,7 +303,7 @@ def test_a_scope_around_some_layers_brings_rows_together(ranks: Start, caplog: p
     assert step.plan(tf.ones((8, 8), tf.float64)).micro_batches == 2  # each rank has rows of each micro-batch
     with caplog.at_level("INFO", logger="whale"):
         assert step.plan(tf.ones((9, 8), tf.float64)).micro_batches == 3  # the next number that divides the rows
-    assert "in 3 micro-batches, not 2" in caplog.text and "9 of x" in caplog.text
+    assert "in 3 micro-batches instead of 2" in caplog.text and "9 of x" in caplog.text
 
 
 def test_an_input_that_is_read_under_a_scope_goes_in_micro_batches_too(ranks: Callable[..., None]) -> None:
