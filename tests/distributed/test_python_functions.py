@@ -58,3 +58,53 @@ def test_an_environment_inside_of_a_step_goes_on_on_every_rank(launcher: Launche
     done = launcher.run("-np", "2", launcher.script(ENVIRONMENT), timeout_s=600)
     assert done.returncode == 0, done.stdout + done.stderr
     assert sorted(done.stdout.splitlines()) == ["[0] equal 9", "[1] equal 9"]
+
+
+STRINGS = """
+import tensorflow as tf, whale as wh
+wh.init()
+words = tf.queue.FIFOQueue(9, [tf.string], shapes=[[]])
+words.enqueue_many([["a", "bb", "c", "d"]])
+names = tf.lookup.experimental.MutableHashTable(tf.string, tf.int64, -1)
+names.insert(tf.constant(list("abcde")), tf.range(5, dtype=tf.int64))
+latest, weight = tf.Variable("none"), tf.Variable(1.0)
+
+@wh.function
+def step():
+    text = words.dequeue()
+    latest.assign(text)
+    if text == "bb":
+        weight.assign_add(1.0)
+    keys, values = names.export()
+    names.remove(tf.gather(keys, tf.argsort(values))[:1])
+    weight.assign_add(1.0)
+    return text, names.size()
+
+@wh.function
+def joined():
+    text = tf.constant("")
+    for _ in tf.range(2):
+        text = tf.strings.join([text, words.dequeue()])
+        weight.assign_add(1.0)
+    return text
+
+@wh.function
+def mapped():
+    data = tf.data.Dataset.range(3).map(lambda i: (names.insert([tf.strings.as_string(i)], [i]), i)[1])
+    return data.reduce(tf.constant(0, tf.int64), lambda a, b: a + b), names.size()
+
+seen = [[one.numpy() for one in step()] for _ in range(2)]
+assert seen == [[b"a", 4], [b"bb", 3]], seen
+assert joined().numpy() == b"cd" and words.size() == 0
+assert [int(one) for one in mapped()] == [3, 6] and names.size() == 6
+assert latest.numpy() == b"bb" and weight.numpy() == 6.0
+assert sorted(names.export()[0].numpy().tolist()) == [b"0", b"1", b"2", b"c", b"d", b"e"]
+wh.check_replicas()
+print("equal")
+"""
+
+
+def test_strings_of_tables_and_queues_are_read_by_each_process_from_its_own(launcher: Launcher) -> None:
+    done = launcher.run("-np", "2", launcher.script(STRINGS), timeout_s=600)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert sorted(done.stdout.splitlines()) == ["[0] equal", "[1] equal"]

@@ -33,6 +33,8 @@ class Marks:
         time; so it may run where the table's rows are (``whale.sharding_rules.embedding``).
       stream: name of a random op's stream of numbers (``whale.passes.normalize.annotate``); "" for others.
       of_first_rank: the node is an Identity whose value on the first rank counts for all ranks, whatever theirs is.
+      on_first_rank: the node uses an object of the script (a table, a queue) that all ranks share, because they are
+        threads of one process; so only the first rank runs it.
       on_every_rank: the node is stateful and nevertheless runs on every rank, because it changes an object that each
         has.
       initial: digest of the value that a deferred initial assignment, now a NoOp, would assign; "" for others. It makes
@@ -69,6 +71,7 @@ class Marks:
     owned_rows: bool = False
     stream: str = ""
     of_first_rank: bool = False
+    on_first_rank: bool = False
     on_every_rank: bool = False
     initial: str = ""
     axis: tuple[str, ...] = ()

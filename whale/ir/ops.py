@@ -57,6 +57,8 @@ QUEUE_WRITES = _split_names("QueueEnqueueV2 QueueEnqueueManyV2 QueueCloseV2")
 OBJECT_UPDATES = (
     QUEUE_READS | QUEUE_WRITES | _split_names("LookupTableInsertV2 LookupTableRemoveV2 LookupTableImportV2")
 )
+# They look at tables and queues, which stay as they are.
+OBJECT_READS = _split_names("LookupTableFindV2 LookupTableSizeV2 LookupTableExportV2 QueueSizeV2 QueueIsClosedV2")
 # A loop's iterator over a dataset, and what it has read.
 ITERATOR_READS = _split_names("MakeIterator IteratorGetNext IteratorGetNextSync IteratorGetNextAsOptional")
 ELEMENTS_READ = _split_names("OptionalHasValue OptionalGetValue")

@@ -35,7 +35,7 @@ from whale.passes.normalize.folding.fold import fold, powers
 from whale.passes.normalize.inline import inline, specialise
 from whale.passes.normalize.loss_scaling import skip_overflow
 from whale.passes.normalize.mixed_precision import lower_precision
-from whale.passes.normalize.side_effects import run_python_everywhere, share_hidden_updates
+from whale.passes.normalize.side_effects import run_python_everywhere, share_hidden_updates, use_shared_objects_once
 from whale.passes.normalize.unpack_optionals import unpack_optionals
 from whale.passes.plan_builder import FirstLayouts, PlanDraft, build_plan_draft, expand, layouts_of
 from whale.passes.propagation.graph_layout import GraphLayout
@@ -195,6 +195,12 @@ NORMALIZE = Table(
             "runs Python functions and changes of tables and queues on every rank; uses the first rank's results",
             lambda p, s: run_python_everywhere(p),
             When("ranks that are processes", lambda s: s.size > 1 and s.own_processes),
+        ),
+        Pass(
+            "use_shared_objects_once",
+            "runs what uses tables, queues and other shared objects on the first rank only",
+            lambda p, s: use_shared_objects_once(p),
+            When("ranks that are threads", lambda s: s.size > 1 and not s.own_processes),
         ),
         Pass(
             "mark_streams",

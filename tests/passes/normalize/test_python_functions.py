@@ -1,12 +1,14 @@
-"""Python functions of a step: all ranks that are processes call them, and go on with the first one's results."""
+"""Python functions, tables and queues of a step: all ranks that are processes use theirs, of threads the first one."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 from tests.programs import Builder, body, planned
 from whale.ir.layout import FIRST, B
 from whale.ir.program import Program
-from whale.ir.values import DType, TensorType
-from whale.passes.normalize.side_effects import run_python_everywhere
+from whale.ir.values import DType, Func, TensorType
+from whale.passes.normalize.side_effects import run_python_everywhere, use_shared_objects_once
 
 PAIR, TEXT = TensorType("float64", (2,)), TensorType("string", ())
 
@@ -49,6 +51,52 @@ def test_tables_and_queues_are_changed_on_every_rank() -> None:
     program = run_python_everywhere(b.build([b.op("Neg", x, name="behind", T=DType("float32"))], ["put"]))
     assert program.by_name["put"].marks.on_every_rank
     assert planned(program, 2, 2).strategies[""]["put"].inputs == (B, B)
+
+
+def test_threads_use_shared_objects_on_the_first_rank_also_in_branches() -> None:
+    b = Builder("step")
+    queue, weight = b.input("queue", (), "resource"), b.variable("w", ())
+    inner = Builder("then")
+    one, own = inner.input("one", (), "resource"), inner.input("own", (), "resource")
+    got = inner.node("QueueDequeueV2", [one], (PAIR,), "got", stateful=True, component_types=[DType("float64")])
+    read = inner.node("ReadVariableOp", [own], (TensorType("float32", ()),), "read", stateful=True)
+    other = Builder("else")
+    other.input("two", (), "resource")
+    zero = other.node("ReadVariableOp", [other.input("mine", (), "resource")], (TensorType("float32", ()),), "zero")
+    branch = b.branch(
+        b.const(True, "bool"),
+        inner.build([got, read], ["got", "read"]),  # type: ignore[list-item]
+        other.build([other.const([0.0, 0.0]), zero]),  # type: ignore[list-item]
+        queue,
+        weight,
+    )
+    program = use_shared_objects_once(b.build([branch]))
+    then = program.functions["then"]
+    assert [then.by_name[name].marks.on_first_rank for name in ("got", "read")] == [True, False]
+    strategies = planned(program, 2, 2).strategies["then"]
+    assert strategies["got"].once
+    assert strategies["got"].outputs == (FIRST,)
+    assert strategies["read"].outputs == (B,)
+
+
+def test_tables_of_a_sessions_graph_are_on_the_first_rank_only() -> None:
+    b = Builder("step")
+    queue = b.node("FIFOQueueV2", (), (TensorType("resource", ()),), "queue", stateful=True)
+    put = b.node("QueueEnqueueV2", (queue, b.input("x", (4, 2))), (), "put", stateful=True)
+    assert put is not None
+    assert not run_python_everywhere(b.build([], ["put"])).by_name["put"].marks.on_every_rank
+
+
+def test_datasets_whose_functions_change_tables_are_read_on_every_rank() -> None:
+    variant, func = TensorType("variant", ()), Builder("mapped")
+    func.node("LookupTableInsertV2", [func.input("table", (), "resource")], (), "insert", stateful=True)
+    b = Builder("step")
+    data = b.node("RangeDataset", (), (variant,), "data")
+    mapped = b.node("MapDataset", (data, b.input("table", (), "resource")), (variant,), "all", f=Func("mapped"))
+    one = b.node("DatasetToSingleElement", [mapped], (PAIR,), "one", stateful=True)
+    program = replace(b.build([one], ["one"]), functions={"mapped": func.build([], ["insert"])})  # type: ignore[list-item]
+    program = run_python_everywhere(program)
+    assert [program.by_name[name].marks.on_every_rank for name in ("data", "all", "one")] == [True, True, True]
 
 
 def test_iterators_of_the_script_are_read_on_every_rank_and_those_of_a_session_on_the_first() -> None:

@@ -1,10 +1,14 @@
-"""Makes side effects that one device would have happen on every rank, where ranks are processes.
+"""Makes side effects that one device would have happen once on each copy of what they change.
 
 ``run_python_everywhere``: a Python function (``tf.numpy_function``, ``tf.py_function``) may change objects of the
 script: an environment, a list, a counter. Each rank runs the script and has such objects of its own, so each runs the
 function, on the same replicated operands. The first rank's results are used on all ranks, since another rank may draw
-other numbers. Lookup tables and queues are such objects too: the script finds on every rank what a step inserts. So are
-the script's iterators and datasets that a step reads, whose positions and shuffles continue from call to call.
+other numbers. Lookup tables and queues are such objects too: the script finds on every rank what a step inserts. Their
+strings, which cannot be sent, each rank reads from its own. Such objects are also the script's iterators and datasets
+that a step reads, whose positions and shuffles continue from call to call, and what datasets' functions insert.
+
+``use_shared_objects_once``: ranks that are threads of one process share the tables, queues and other objects of the
+script. One of them, the first, uses these objects, in the order of the program, and the others get its results.
 
 ``share_hidden_updates``: a dataset that a step makes is read by the first rank only. If its functions change variables
 (a layer that numbers the elements of a dataset of candidates, a reduction that counts), the first rank's copies differ
@@ -16,19 +20,22 @@ Decisions: 0179, 0180.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 
 from whale.ir.ops import (
     DATASET_LOOPS,
     ELEMENTS_READ,
     HAS_BODIES,
+    IDENTITIES,
     ITERATOR_READS,
+    LOOPS,
+    OBJECT_READS,
     OBJECT_UPDATES,
     PYTHON_FUNCTIONS,
     UPDATES,
 )
-from whale.ir.program import Node, Program, Ref, iterate_function_refs
+from whale.ir.program import Node, Program, Ref, find_called_functions, iterate_function_refs
 from whale.ir.values import UNMOVABLE, DType, TensorType
 from whale.sharding_rules.graph import list_called_functions
 
@@ -49,8 +56,13 @@ def run_python_everywhere(program: Program) -> Program:
     Applies to the program and to the bodies of its loops and branches.
     """
     iterators = _reads_iterators(program)
-    bodies = {name: _take_first_results(program.functions[name], iterators) for name in _list_bodies(program)}
-    changed = _take_first_results(program, iterators)
+    # Tables and queues that a session's graph makes are on the first rank only.
+    given = _find_objects(program, lambda node: node.op == "Placeholder")
+    bodies = {
+        name: _take_first_results(program, program.functions[name], iterators, given.get(name, set()))
+        for name in _list_bodies(program)
+    }
+    changed = _take_first_results(program, program, iterators, given[""])
     if changed is program and all(bodies[name] is program.functions[name] for name in bodies):
         return program
     return replace(changed, functions={**program.functions, **bodies})
@@ -64,6 +76,65 @@ def _reads_iterators(program: Program) -> bool:
     if any(node.op in _ITERATORS_OF_SESSIONS for node in program.nodes):
         return False
     return any(node.op in ITERATOR_READS for graph in (program, *program.functions.values()) for node in graph.nodes)
+
+
+def use_shared_objects_once(program: Program) -> Program:
+    """Marks ops that take the handle of a table, queue, or another object that is no variable to run on the first rank.
+
+    Applies to the program and to the bodies of its loops and branches.
+    """
+    objects = _find_objects(program, lambda node: True)
+    if not objects[""]:
+        return program
+    bodies = {name: _mark_users(program.functions[name], refs) for name, refs in objects.items() if name}
+    return replace(_mark_users(program, objects[""]), functions={**program.functions, **bodies})
+
+
+def _find_objects(program: Program, made_by: Callable[[Node], bool]) -> dict[str, set[Ref]]:
+    """Maps each graph ("": the program) to its handles of objects that are no variables; in the bodies of loops and
+    branches, to those that are passed in.
+
+    Args:
+      made_by: tells whether handles that a node of the program yields count.
+    """
+    made = {
+        ref
+        for node in program.nodes
+        if node.name not in program.variable_of and node.op not in HAS_BODIES | IDENTITIES and made_by(node)
+        for ref, kind in zip(node.list_refs(), node.outputs)
+        if kind.dtype == "resource"
+    }
+    found, waiting = {"": made}, [("", made)]
+    while waiting:
+        name, known = waiting.pop()
+        graph = program.functions[name] if name else program
+        for node in graph.nodes:
+            if node.op in IDENTITIES and node.inputs[0] in known:
+                known.update(node.list_refs())
+            if node.op not in HAS_BODIES:
+                continue
+            if node.op in LOOPS:
+                known.update(ref for given, ref in zip(node.inputs, node.list_refs()) if given in known)
+            passed = [ref in known for ref in (node.inputs if node.op in LOOPS else node.inputs[1:])]
+            for func in list_called_functions(node):
+                body = program.functions[func.name]
+                mine = {Ref(argument) for argument, one in zip(body.inputs, passed) if one}
+                if not mine <= found.get(func.name, set()):
+                    found[func.name] = found.get(func.name, set()) | mine
+                    waiting.append((func.name, found[func.name]))
+    return found
+
+
+def _mark_users(graph: Program, objects: set[Ref]) -> Program:
+    """Returns the graph with the ops that take one of ``objects`` marked; loops and branches pass them on."""
+    passes_on = HAS_BODIES | IDENTITIES
+    nodes = [
+        node.with_marks(on_first_rank=True)
+        if node.op not in passes_on and not objects.isdisjoint(node.inputs)
+        else node
+        for node in graph.nodes
+    ]
+    return graph.replace_nodes(tuple(nodes))
 
 
 def _list_bodies(program: Program) -> Iterator[str]:
@@ -80,17 +151,21 @@ def _list_bodies(program: Program) -> Iterator[str]:
                         yield func.name
 
 
-def _take_first_results(graph: Program, iterators: bool) -> Program:
+def _take_first_results(program: Program, graph: Program, iterators: bool, objects: set[Ref]) -> Program:
     """Returns the graph with ops that change objects of the script marked to run on every rank. Behind each of their
     results an Identity is added that yields the first rank's value on all ranks.
 
     Args:
+      graph: the program, or the body of one of its loops or branches.
       iterators: whether iterators are read on every rank.
+      objects: the handles of the script's objects in this graph.
     """
     called = {
         node.name
         for node in graph.nodes
-        if _is_called(node) or (iterators and node.op in ITERATOR_READS) or _reads_dataset_of_script(graph, node)
+        if _is_called(node, objects)
+        or (iterators and node.op in ITERATOR_READS)
+        or _moves_on_by_dataset(program, graph, node)
     }
     begins = any(graph.by_name[name].op in {"MakeIterator", *_READERS} for name in called)
     if not called and not any(node.op in ELEMENTS_READ for node in graph.nodes):
@@ -114,20 +189,27 @@ def _take_first_results(graph: Program, iterators: bool) -> Program:
     return graph.replace_nodes(tuple(nodes), outputs=tuple(taken.get(ref, ref) for ref in graph.outputs))
 
 
-def _is_called(node: Node) -> bool:
-    """Returns True if an op changes objects of the script (or is a stateful Python function), and its results can be
-    sent.
+def _is_called(node: Node, objects: set[Ref]) -> bool:
+    """Returns True if an op uses a table or queue that the script has on every rank, or is a stateful Python function
+    whose results can be sent.
     """
-    changes = node.op in OBJECT_UPDATES or (node.op in PYTHON_FUNCTIONS and node.stateful)
-    return changes and not any(t.dtype in UNMOVABLE for t in node.outputs)
+    if node.op in OBJECT_UPDATES or node.op in OBJECT_READS:
+        return node.inputs[0] in objects
+    return node.op in PYTHON_FUNCTIONS and node.stateful and not any(t.dtype in UNMOVABLE for t in node.outputs)
 
 
-def _reads_dataset_of_script(graph: Program, node: Node) -> bool:
-    """Returns True if an op reads a dataset that the script has made, and by that moves on the counters of its
-    shuffles, from which the script's next loop over it takes its order.
+def _moves_on_by_dataset(program: Program, graph: Program, node: Node) -> bool:
+    """Returns True if an op reads a dataset, and by that changes objects of the script.
+
+    If the script has made the dataset, these are the counters of its shuffles, from which the script's next loop over
+    it takes its order. Functions of any dataset may change tables and queues.
     """
-    return node.op in _READERS and any(
-        made.op == "Placeholder" and made.outputs[0].dtype == "variant" for made in _list_datasets(graph, node)
+    if node.op not in _READERS:
+        return False
+    datasets = _list_datasets(graph, node)
+    called = find_called_functions(datasets, program.functions).values()
+    return any(made.op == "Placeholder" and made.outputs[0].dtype == "variant" for made in datasets) or any(
+        inner.op in OBJECT_UPDATES for body in called for inner in body.nodes
     )
 
 

@@ -52,6 +52,8 @@ class NodeChoice:
         """
         if node.marks.of_first_rank:
             return self.state.on_first_rank(node, "the first rank's value is that of all")
+        if node.marks.on_first_rank:
+            return self.state.on_first_rank(node, "uses an object that all ranks share")
         whole = not node.stateful and _WHOLE.issuperset(map(type, current))
         if whole and (not self._may_be_divided(node) if like is None else _is_whole(like)):
             return self.replicate(node)

@@ -23,7 +23,7 @@ from types import MappingProxyType
 from whale.errors import REPORT_FAULT, PlanError
 from whale.ir.layout import FIRST, LEGEND, B, Partial, PerRank, Placement, RankZero, Replicate, Shard, Strategy
 from whale.ir.ops import BRANCHES, HAS_BODIES, LOOPS
-from whale.ir.program import Node, Program, Ref
+from whale.ir.program import Node, Program, Ref, find_called_functions
 from whale.ir.values import UNMOVABLE, Func, TensorType
 from whale.passes.analysis.rank_groups import RankGroups
 from whale.passes.analysis.scopes import split_scope
@@ -229,7 +229,7 @@ def _loop(graph: GraphState, node: Node, current: Sequence[Placement], walk: Wal
     body, cond = node.attrs["body"], node.attrs["cond"]
     assert isinstance(body, Func) and isinstance(cond, Func)
     if any(p == FIRST for p, r in zip(current, node.inputs) if graph.program.find_type(r).dtype in UNMOVABLE):
-        return graph.on_first_rank(node, "a loop over what only the first rank has")
+        return _run_on_first_rank(graph, node)
     state = [B if type(p) in (RankZero, PerRank) else p for p in current]
     free = [r in graph.remakable for r in node.inputs]
     types = [graph.program.find_type(r) for r in node.inputs]
@@ -249,6 +249,8 @@ def _loop(graph: GraphState, node: Node, current: Sequence[Placement], walk: Wal
     for _ in range(2 * len(state) + 3):
         inner = walk(body.name, state, free)
         outs = [inner.layout.place(r) for r in function.outputs]
+        if any(type(o) is RankZero and p != o and t.dtype in UNMOVABLE for p, o, t in zip(state, outs, types)):
+            return _run_on_first_rank(graph, node)
         joined = [
             s if lock else _join_turns(s, o, t.dtype, f) for s, o, t, f, lock in zip(state, outs, types, free, locked)
         ]
@@ -281,6 +283,17 @@ def _loop(graph: GraphState, node: Node, current: Sequence[Placement], walk: Wal
     return Strategy(tuple(state), tuple(state), "loop")
 
 
+def _run_on_first_rank(graph: GraphState, node: Node) -> Strategy:
+    """Returns the strategy of a loop or branch over what only the first rank has and cannot be sent.
+
+    The functions that it runs are left out of the plan, also where they were walked before that was found.
+    """
+    for name in find_called_functions([node], graph.axis.root.functions):
+        graph.axis.layouts.pop(name, None)
+    kind = "loop" if node.op in LOOPS else "branch"
+    return graph.on_first_rank(node, f"a {kind} over what only the first rank has")
+
+
 def _branch(graph: GraphState, node: Node, current: Sequence[Placement], walk: Walk) -> Strategy:
     """Propagates through each branch of a conditional; results get placements that all branches can yield.
 
@@ -293,7 +306,7 @@ def _branch(graph: GraphState, node: Node, current: Sequence[Placement], walk: W
     root, functions = graph.axis.root, [f.name for f in list_called_functions(node)]
     arguments = [B if type(p) in (RankZero, PerRank) else p for p in current[1:]]
     if any(p == FIRST and graph.program.find_type(r).dtype in UNMOVABLE for p, r in zip(current, node.inputs)):
-        return graph.on_first_rank(node, "a branch over what only the first rank has")
+        return _run_on_first_rank(graph, node)
     free = [r in graph.remakable for r in node.inputs[1:]]
     for i, ref in enumerate(node.inputs[1:]):
         if any((name, Ref(root.functions[name].inputs[i])) in graph.axis.whole for name in functions):

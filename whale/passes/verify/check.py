@@ -18,7 +18,7 @@ import numpy as np
 
 from whale.errors import REPORT_FAULT, PlanError
 from whale.ir.layout import FIRST, LEGEND, P_SUM, B, Partial, PerRank, Placement, RankZero, Replicate, Shard, Strategy
-from whale.ir.ops import BRANCHES, FUSED_UPDATE, HAS_BODIES, LOOPS
+from whale.ir.ops import BRANCHES, FUSED_UPDATE, HAS_BODIES, LOOPS, OBJECT_UPDATES, UPDATES
 from whale.ir.plan import Plan
 from whale.ir.program import Node, Program, Ref, Variable
 from whale.ir.values import UNMOVABLE
@@ -322,13 +322,18 @@ def _check_strategy(program: Program, node: Node, strategy: Strategy, plan: Plan
     if strategy.once:
         if not all(p == FIRST for p in strategy.outputs) or not all(p in (B, FIRST) for p in strategy.inputs):
             raise _fail(node, strategy, "results on the first rank only (O), and operands replicated (B) or likewise O")
-        if node.stateful and FIRST not in strategy.inputs and _runs_everywhere(program, node, strategy, parts):
+        everywhere = node.stateful and not node.marks.on_first_rank and FIRST not in strategy.inputs
+        if everywhere and _runs_everywhere(program, node, strategy, parts):
             raise _fail(
                 node,
                 f"{strategy}, on the first rank only",
                 "a run on every rank: what the operation changes is on all of them",
             )
+        if parts > 1:
+            _check_changes_every_copy(program, node)
         return
+    if node.marks.on_first_rank and parts > 1 and not plan.microbatched:
+        raise _fail(node, strategy, "a run on the first rank only (O): all ranks share what the operation uses")
     if is_list_op(node):
         if len(set(strategy.inputs + strategy.outputs)) > 1:
             raise _fail(node, strategy, "the same placement for all lists that the op reads and returns")
@@ -354,6 +359,26 @@ def _check_strategy(program: Program, node: Node, strategy: Strategy, plan: Plan
         options += [moments] if moments else []
     if not any(o.inputs == strategy.inputs and o.outputs == strategy.outputs for o in options):
         raise _fail(node, strategy, "; ".join(map(str, options)) or "a run on the first rank only (O)")
+
+
+def _check_changes_every_copy(program: Program, node: Node) -> None:
+    """Checks that a node that runs on the first rank only changes nothing of which each rank has a copy.
+
+    Raises:
+      PlanError: the node updates a variable, or a table or queue of each process.
+    """
+    variable = node.op in UPDATES and has_variable_handle(program, node)
+    if not variable and not (node.op in OBJECT_UPDATES and node.marks.on_every_rank):
+        return
+    given = [f"{r} ({t})" for r in node.inputs if (t := program.find_type(r)).dtype in UNMOVABLE - {"resource"}]
+    raise PlanError(
+        "an operation changes what every rank has a copy of, with a value that only the first rank has",
+        op=f"{node.name} ({node.op})",
+        given=", ".join(given) or "operands on the first rank",
+        expected="operands that can be sent to the other ranks: strings cannot",
+        action="run the ranks as processes (`whale run`), which read strings of tables and queues each from its own, "
+        "or assign the strings outside of the step",
+    )
 
 
 def _runs_everywhere(program: Program, node: Node, strategy: Strategy, parts: int) -> bool:

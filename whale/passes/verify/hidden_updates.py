@@ -1,4 +1,4 @@
-"""Refuses programs that update variables inside functions that run on the first rank only, out of the plan's sight.
+"""Refuses programs that update variables, or a process's tables, inside functions that the first rank alone runs.
 
 Such updates are in functions that an op such as a dataset runs by itself, or in a loop or branch that only the first
 rank runs. The other ranks' copies of the variable would keep their old value. Programs are accepted where a pass has
@@ -8,13 +8,17 @@ added nodes that assign the first rank's value on all ranks afterwards (``whale.
 from __future__ import annotations
 
 from whale.errors import PlanError
-from whale.ir.ops import DATASET_LOOPS, HAS_BODIES, UPDATES
+from whale.ir.ops import DATASET_LOOPS, HAS_BODIES, OBJECT_UPDATES, UPDATES
 from whale.ir.plan import Plan
 from whale.ir.program import Node, Program, iterate_function_refs
 from whale.passes.normalize.side_effects import find_hidden_updates
 from whale.sharding_rules import find_rule
 
 _LOOP = "take the loop over the dataset out of the step, and call the step once per batch"
+_STRINGS = (
+    "take the update out of the loop or branch, or the strings, which cannot be sent to other ranks; strings of tables "
+    "and queues are on all ranks that are processes (`whale run`)"
+)
 # Mostly met with a metric or layer that reads a dataset of candidates and numbers them in a variable.
 _TRANSFORMATION = (
     "let the dataset number its elements itself (Dataset.enumerate(), or identifiers beside them, as in "
@@ -43,11 +47,11 @@ def refuse_hidden_updates(program: Program, plan: Plan) -> None:
             update = _update_inside(program, node, set())
             if update is not None and not _are_shared(program, body, node, shared):
                 raise PlanError(
-                    "a variable is updated by an operation that only the first rank runs",
+                    "what every rank has a copy of is updated by an operation that only the first rank runs",
                     op=f"{node.name} ({node.op})",
                     given=f"{update.name} ({update.op}) inside a function that this operation calls",
                     expected="updates in the step itself, or in loops and branches over tensors",
-                    action=_LOOP if node.op in DATASET_LOOPS or control_flow else _TRANSFORMATION,
+                    action=_find_action(body, node),
                 )
 
 
@@ -64,6 +68,13 @@ def _are_shared(program: Program, body: Program, node: Node, shared: set[str]) -
     """
     changed = find_hidden_updates(program, node).keys() if body is program else set()
     return bool(changed) and changed <= shared
+
+
+def _find_action(body: Program, node: Node) -> str:
+    datasets = any(body.find_type(ref).dtype == "variant" for ref in node.inputs)
+    if node.op in HAS_BODIES:
+        return _LOOP if datasets else _STRINGS
+    return _LOOP if node.op in DATASET_LOOPS else _TRANSFORMATION
 
 
 def _runs_functions(node: Node) -> bool:
@@ -84,7 +95,7 @@ def _update_inside(program: Program, node: Node, seen: set[str]) -> Node | None:
             continue
         seen.add(func.name)
         for inner in body.nodes:
-            if inner.op in UPDATES:
+            if inner.op in UPDATES or (inner.op in OBJECT_UPDATES and inner.marks.on_every_rank):
                 return inner
             found = _update_inside(program, inner, seen)
             if found is not None:
