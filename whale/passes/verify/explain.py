@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from whale.errors import PlanError
 from whale.ir.layout import B, Partial, Placement, Shard, Strategy, count_moved_bytes, divide_evenly, shard
-from whale.ir.ops import ASKS_SHAPE, CONTRACTIONS, DATASET_LOOPS, MATMULS
+from whale.ir.ops import ASKS_SHAPE, CONTRACTIONS, DATASET_LOOPS, ITERATOR_READS, MATMULS
 from whale.ir.plan import Plan
 from whale.ir.plan_text import MOST_OPS, explain_operation, find_ops, format_bytes, format_layout
 from whale.ir.program import Node, Program, Ref
@@ -26,7 +26,7 @@ from whale.sharding_rules.graph import make_op_view
 
 MOST_ALTERNATIVES = 6
 SHOWN_STEPS = 5  # first steps of a chain that are shown; the last two are shown as well
-_READS = frozenset({"IteratorGetNext", "IteratorGetNextSync", "IteratorGetNextAsOptional"})
+_READS = ITERATOR_READS - {"MakeIterator"}  # which reads no element
 _LEAST_BYTES = 16 << 20  # smaller gradients are not worth advice: they take some milliseconds to send
 _LEAST_RATIO = 8  # advice is given if a gradient has this many times the bytes of rows and results, there and back
 _MOST_STEPS = 8  # of arithmetic between the product that computes a gradient and its all-reduce
