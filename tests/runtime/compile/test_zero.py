@@ -202,6 +202,8 @@ def test_functions_that_are_no_steps_take_whole_weights_and_datasets_say_what_to
     total = tf.function(lambda: tf.reduce_sum(w * w))
     double = tf.function(lambda: w.assign(w * 2.0))
     x = tf.ones((4, 4))
+    begun = iter(tf.data.Dataset.from_tensors(x).repeat(3).map(lambda x: x @ w))
+    next(begun)
     step(x)
     value = np.arange(8.0).reshape(4, 2) - 4
     assert float(total()) == np.sum(value**2)
@@ -210,6 +212,9 @@ def test_functions_that_are_no_steps_take_whole_weights_and_datasets_say_what_to
     assert float(total()) == np.sum((2 * value - 4) ** 2)
     with pytest.raises(PlanError, match=r"(?s)dataset's function.*MapDataset.*\[4, 2\].*memory.zero=2"):
         iter(tf.data.Dataset.from_tensors(x).map(lambda x: x @ w))
+    with pytest.raises(PlanError, match=r"(?s)dataset's function.*MapDataset.*\[4, 2\].*memory.zero=2"):
+        next(begun)
+    assert len(list(tf.data.Dataset.from_tensors(x).map(lambda x: 2 * x))) == 1
 
 
 def test_the_report_of_memory_counts_parts(ranks: Start) -> None:

@@ -22,6 +22,7 @@ from tensorflow.python.eager.polymorphic_function import concrete_function
 from whale.errors import PlanError
 
 _PARTS = "_whale_parts_behind"  # attribute of a handle: weak reference to the object with its variable's parts
+_READ = "_whale_resources_read"  # attribute of an iterator: the resources that functions of its dataset read
 
 
 def note_parts(handle: Any, parts: Any) -> None:
@@ -54,6 +55,7 @@ def watch_plain_functions() -> Callable[[], None]:
     Every rank has to call these functions, as it has to read variables.
     """
     call, begin = concrete_function.ConcreteFunction._call_flat, iterator_ops.OwnedIterator.__init__
+    read = iterator_ops.OwnedIterator._next_internal
 
     @functools.wraps(call)
     def call_flat(self: Any, tensor_inputs: Any, captured_inputs: Any) -> Any:
@@ -64,20 +66,53 @@ def watch_plain_functions() -> Callable[[], None]:
 
     @functools.wraps(begin)
     def init(self: Any, dataset: Any = None, *args: Any, **kwargs: Any) -> None:
-        if isinstance(dataset, tf.data.Dataset):
-            _refuse_split(dataset)
+        _refuse_sharded(self, dataset)
         begin(self, dataset, *args, **kwargs)
+
+    @functools.wraps(read)
+    def next_internal(self: Any) -> Any:
+        if tf.executing_eagerly():  # a step may have sharded the variable since the iterator began
+            _refuse_sharded(self, getattr(self, "_dataset", None))
+        return read(self)
 
     def put_back() -> None:
         concrete_function.ConcreteFunction._call_flat = call
         iterator_ops.OwnedIterator.__init__ = begin
+        iterator_ops.OwnedIterator._next_internal = read
 
     concrete_function.ConcreteFunction._call_flat = call_flat
     iterator_ops.OwnedIterator.__init__ = init
+    iterator_ops.OwnedIterator._next_internal = next_internal
     return put_back
 
 
-def _refuse_split(dataset: tf.data.Dataset) -> None:
+def _refuse_sharded(iterator: Any, dataset: tf.data.Dataset | None) -> None:
+    """Raises an error if a function of the iterator's dataset reads a variable that is sharded by now.
+
+    Args:
+      dataset: what the iterator reads; None: an iterator made from another one's resource, of which that is not known.
+
+    Raises:
+      PlanError: see above.
+    """
+    read = iterator.__dict__.get(_READ)
+    if read is None:  # found once: reads of batches are frequent
+        read = list(_iterate_captured_resources(dataset)) if isinstance(dataset, tf.data.Dataset) else []
+        iterator.__dict__[_READ] = read
+    for op, handle in read:
+        for parts in _iterate_parts([handle]):
+            raise PlanError(
+                "a dataset's function reads a variable of which every rank has a part",
+                op=op,
+                given=f"{parts.name} {list(parts.shape)}, which a training step has sharded",
+                expected="whole variables: the function runs on a thread of the dataset's own, ahead of steps",
+                action="call the model in the step, or on batches in the script's loop; or keep its weights whole: "
+                "memory.zero=2, or a larger memory.zero_min_bytes",
+            )
+
+
+def _iterate_captured_resources(dataset: tf.data.Dataset) -> Iterator[tuple[str, Any]]:
+    """Yields (op of a dataset, resource that a function of it captures) for a dataset and all that it is made from."""
     waiting, seen = [dataset], set()
     while waiting:
         one = waiting.pop()
@@ -86,15 +121,9 @@ def _refuse_split(dataset: tf.data.Dataset) -> None:
         seen.add(id(one))
         waiting += one._inputs()
         for wrapped in one._functions():
-            for parts in _iterate_parts(wrapped.function.captured_inputs):
-                raise PlanError(
-                    "a dataset's function reads a variable of which every rank has a part",
-                    op=type(one).__name__.strip("_"),
-                    given=f"{parts.name} {list(parts.shape)}, which a training step has sharded",
-                    expected="whole variables: the function runs on a thread of the dataset's own, ahead of steps",
-                    action="call the model in the step, or on batches in the script's loop; or keep its weights whole: "
-                    "memory.zero=2, or a larger memory.zero_min_bytes",
-                )
+            for captured in wrapped.function.captured_inputs:
+                if captured.dtype == tf.resource:
+                    yield type(one).__name__.strip("_"), captured
 
 
 def make_handle_property(bring_home: Callable[[Any], None]) -> property:
