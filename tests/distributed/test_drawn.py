@@ -10,7 +10,7 @@ import numpy as np, tensorflow as tf, whale as wh
 
 X = np.arange(64, dtype=np.float32)[:, None]
 local = sys.argv[1] == "local"
-wh.init({"batch.mode": sys.argv[1]})
+wh.init({"batch.mode": sys.argv[1], "mesh.plan_cache": ""})  # a step from the cache has no plan
 
 def seen(iterator):
     total, ones = tf.Variable(0.0), tf.ones([1, 1])
@@ -41,6 +41,10 @@ if not local:
     def turns(function):
         # What steps read in loops, branches and whole, and what the script reads after each of them.
         data = tf.data.Dataset.from_tensor_slices(X).shuffle(64, seed=5).batch(8)
+        # An iterator that reads ahead would draw the next order at a moment of its own, on one device too.
+        options = tf.data.Options()
+        options.experimental_optimization.inject_prefetch = False
+        data = data.with_options(options)
         iterator, add = iter(data.repeat()), lambda total, x: 0.9 * total + x[0, 0]
 
         @function
