@@ -242,7 +242,7 @@ def test_another_model_is_refused(model: str, fixed: list[str], said: str, tmp_p
 def test_what_cannot_run_is_refused(strategy: ParallelStrategy, said: str, tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     planfile.save(msgspec.structs.replace(saved(path, []), strategy=strategy), path)
-    with ranks(path), pytest.raises(PlanError, match=f"(?s)a program cannot run under the plan.*{said}"):
+    with ranks(path), pytest.raises(PlanError, match=f"(?s)program cannot run under the plan.*{said}"):
         trained(SIZES, 1, nothing, nothing, wh.function)
 
 
