@@ -27,5 +27,5 @@ def test_every_key_has_a_row_in_its_section() -> None:
 
 
 def test_a_page_without_a_place_for_the_tables_is_refused() -> None:
-    with pytest.raises(ValueError, match="no line"):
+    with pytest.raises(ValueError, match="lacks the line"):
         page.with_tables("# Configuration")
