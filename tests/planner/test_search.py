@@ -59,7 +59,7 @@ def test_more_devices_and_more_time_are_never_slower(seed: int) -> None:
 
 
 def test_a_deep_model_on_few_devices_has_its_states_divided_before_every_assignment_is_tried() -> None:
-    """What each assignment of eight devices to stages takes is more work than this budget."""
+    """Gives the search less work than each assignment of eight devices to stages takes."""
     one = case(210)
     machines, model = Machines(one.cluster), one.model()
     found = search(model, machines, one.batch, Constraints(budget_s=0.5))

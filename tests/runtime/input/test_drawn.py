@@ -180,7 +180,7 @@ def created_at_the_first_call(function: Callable[..., Any]) -> list[float]:
 
 
 def read_in_train_steps() -> list[float]:
-    """What a model's own train_step reads beside the batch of fit, from an iterator of the model's."""
+    """Reads, in a model's own train_step, an iterator of the model's beside the batch of fit."""
 
     class Unlabelled(keras.Model):
         def __init__(self) -> None:

@@ -15,7 +15,7 @@ X = np.random.default_rng(5).normal(size=(20, 3))
 
 
 def trained(function: Callable[..., Any]) -> list[np.ndarray]:
-    """What steps return, and variables, to which the script assigns more and fewer rows between them."""
+    """Returns what steps return, and variables to which the script assigns more and fewer rows between them."""
     weight = tf.Variable(np.ones((4, 3)), shape=tf.TensorShape([None, 3]))
     seen = tf.Variable(np.zeros((0, 3)), shape=tf.TensorShape([None, 3]), trainable=False)
     sums = tf.Variable(np.zeros(()), shape=tf.TensorShape(None), trainable=False)
