@@ -118,8 +118,8 @@ KEYS: tuple[Key, ...] = (
         "batch.shares",
         "list[int]",
         (),
-        "rows of the global batch for each rank, or for each coordinate of the axis data; batches of another size"
-        " in proportion; empty = as equal as possible",
+        "rows of the global batch for each rank, or for each coordinate of the axis data; ranks that read the same rows"
+        " get the sum of theirs; batches of another size in proportion; empty = as equal as possible",
         minimum=0,
     ),
     Key(

@@ -212,7 +212,7 @@ def _share_rows(program: Program, settings: PlanSettings, sizes: Sequence[int]) 
     """
     asked = settings.batch
     found = batch_of(program, settings) if asked.inputs is None else asked.inputs
-    if asked.local or len(asked.shares) == settings.size:
+    if asked.local:
         return found
     if asked.shares:
         inside = settings.size // prod(sizes)

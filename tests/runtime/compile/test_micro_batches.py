@@ -86,6 +86,35 @@ def test_a_micro_batch_costs_a_few_nodes_and_products_are_in_one_function(ranks:
     assert sizes[1] - sizes[0] <= 2 * 2 and sizes[2] - sizes[1] <= 2 * 4 + 2
 
 
+@pytest.mark.parametrize("shares", [[5, 3, 4, 4], [8, 0, 4, 4], [1, 0, 0, 3], [10, 6]], ids=str)
+def test_shares_of_ranks_that_need_the_same_rows_are_added_up(
+    ranks: Start, rolled: list[Program], shares: list[int]
+) -> None:
+    """All of the model is split over two ranks, which then read each other's rows: shares of the pair count."""
+    generator = np.random.default_rng(3)
+    x, y = generator.standard_normal((16, 6)), generator.standard_normal((16, 2))
+    first = [generator.standard_normal(shape) for shape in ((6, 8), (8, 2))]
+
+    def trained_split(function: Any, scope: Callable[[], Any]) -> list[Any]:
+        weights = [tf.Variable(value) for value in first]
+
+        def step(x: tf.Tensor, y: tf.Tensor) -> tf.Tensor:
+            with tf.GradientTape() as tape, scope():
+                loss = tf.reduce_mean(tf.square(tf.tanh(x @ weights[0]) @ weights[1] - y))
+            for weight, gradient in zip(weights, tape.gradient(loss, weights)):
+                weight.assign_sub(0.1 * gradient)
+            return loss
+
+        step = function(step)
+        return [*(float(step(tf.constant(x), tf.constant(y))) for _ in range(3)), *(w.numpy() for w in weights)]
+
+    wanted = trained_split(tf.function, contextlib.nullcontext)
+    ranks(4, **{"pipeline.micro_batches": 2, "batch.shares": shares, "mesh": wh.Mesh(tensor=2)})
+    for value, other in zip(trained_split(wh.function, wh.split), wanted, strict=True):
+        np.testing.assert_allclose(value, other, rtol=0, atol=1e-13)
+    assert [len(functions_called(program)) for program in rolled] == [2] * 4
+
+
 @pytest.mark.parametrize("rows", [7, 8, 9])
 def test_a_table_may_have_as_many_rows_as_the_batch(ranks: Start, rows: int) -> None:
     """Nothing of its update is taken for rows of the batch."""
