@@ -58,7 +58,8 @@ class Result:
       difference: largest over all values and ranks, relative to the largest element of each; where: of which value.
       limit: below which it is equal.
       problem: the message with which it ended; "" if it did not.
-      first_s: seconds of processor time of the first calls of its steps on rank 0; plain_first_s: alone.
+      first_s: seconds of processor time of the first calls of its steps on rank 0; plain_first_s: alone, if several
+        processes are ranks run right after them, else as it is kept.
       whole_s, plain_whole_s: of the whole program, without imports.
     """
 
@@ -141,7 +142,11 @@ def compare(program: Program, plan: str, folder: Path) -> Result:
         if noise > _MOST_NOISE:
             return Result(plan, found.largest, found.where, problem=f"{UNSTABLE}, by {noise:.0e}: {found.where}")
         limit = max(limit, _NOISES * noise)
-    mine, plain = (json.loads((folder / f"{who}-rank0.json").read_text()) for who in (plan, "plain"))
+    # What was kept of the program alone may be of an hour when the machine did other things.
+    beside = folder / "beside"
+    beside.mkdir(exist_ok=True)
+    timed = folder if ranks == 1 or run_alone(program, beside) else beside
+    mine, plain = (json.loads(path.read_text()) for path in (folder / f"{plan}-rank0.json", timed / "plain-rank0.json"))
     return Result(
         plan, found.largest, found.where, limit, found.problem,
         mine["first"], plain["first"], mine["whole"], plain["whole"],
