@@ -85,7 +85,7 @@ check: build lint
 	@$(RUN) -m tests.affected $(PYTEST_ARGS)
 
 test-all: test
-	@code=0; $(RUN) -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder -m long $(PYTEST_ARGS) tests || code=$$?; \
+	@code=0; $(RUN) -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder -m long -o faulthandler_timeout=1200 $(PYTEST_ARGS) tests || code=$$?; \
 	$(RUN) -m tests.all_draws $(DRAW_ARGS) || code=$$?; exit $$code
 
 coverage: build

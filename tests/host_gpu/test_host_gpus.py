@@ -12,6 +12,7 @@ import pytest
 
 from tests.forkserver import warm_python
 from tests.host_gpu.build import ROOT, HostGpu, build_host_cuda, build_plugin
+from tests.host_gpu.exchanges import EXPECTED, LATE_US
 
 _LOOK = """
 import json, time
@@ -166,21 +167,29 @@ def test_tensorflow_computes_on_unequal_gpus(tmp_path: Path) -> None:
     assert 300 < first <= 600 - 225 and 30 < second <= 300 - 225, "TensorFlow leaves 225 MiB of a small GPU to CUDA"
 
 
+_ALL = [  # in parts, none of which takes minutes beside other tests
+    pytest.param(transport, late_us, [*EXPECTED], least, marks=pytest.mark.long, id=f"{transport}-{late_us}")
+    for transport, least in {"cuda-ipc": 67, "pinned": 35, "nccl": 53}.items()
+    for late_us in LATE_US
+]
+
+
 @pytest.mark.parametrize(
-    "chosen",
-    [
-        ["--late-us", "20000", "--kinds", "all_reduce", "send"],
-        pytest.param([], marks=pytest.mark.long),
-    ],
-    ids=["short", "all"],
+    ("transport", "late_us", "kinds", "least"),
+    [pytest.param("cuda-ipc nccl pinned", 20_000, ["all_reduce", "send"], 40, id="short"), *_ALL],
 )
-def test_faults_of_a_library_for_gpus_are_found(chosen: list[str]) -> None:
-    """Missing waits, marks that come too early or on another stream, results that are taken too early."""
+def test_faults_of_a_library_for_gpus_are_found(transport: str, late_us: int, kinds: list[str], least: int) -> None:
+    """Missing waits, marks that come too early or on another stream, results that are taken too early.
+
+    Args:
+      least: faults that have to be planted: so many have these cases.
+    """
+    chosen = ["--transports", *transport.split(), "--late-us", str(late_us), "--kinds", *kinds]
     command = [warm_python(), "-m", "tests.host_gpu.exchanges", *chosen]
     done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, check=False)
     last = re.fullmatch(r"found (\d+) of (\d+) planted faults; 0 cases .*", done.stdout.splitlines()[-1])
     assert done.returncode == 0 and last is not None and last[1] == last[2], done.stdout + done.stderr
-    assert int(last[2]) >= (40 if chosen else 300)
+    assert int(last[2]) >= least
 
 
 @pytest.mark.parametrize("transport", ["cuda-ipc", "nccl"])
