@@ -44,7 +44,7 @@ FAULTS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "no-wait-in-stream": ((), WITH_STREAMS),
 }
 # What is a matter of luck where streams are hardly late: so often is it tried before it counts as not found.
-TRIES = 20
+TRIES = 100
 
 
 @dataclass(frozen=True, slots=True)
