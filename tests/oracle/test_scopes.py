@@ -64,6 +64,7 @@ BY_XLA = (
     ("convnet", "adam", "+zero3+xla", Spread(2, (0, 8))),
     ("gpt", "sgd", "+micro:2+xla", Spread(2)),
     ("mlp", "adam", "stage:2+xla", Spread(2)),
+    ("mlp_ftrl", "ftrl", "stage:2", Spread(2)),  # an update's arithmetic goes to the other stage and comes back
     ("convnet", "sgd", "+recompute+xla", Spread(2)),
 )
 
@@ -100,5 +101,12 @@ def scopes() -> Sequence[object]:
 
 @pytest.mark.parametrize("run", one_of(4, scopes()))
 def test_runs_as_one_device(pool: Pool, run: Run) -> None:
+    outcome = compare(pool, run)
+    assert not outcome.problems(run), (run, outcome)
+
+
+def test_updates_whose_arithmetic_goes_to_another_stage_and_back(pool: Pool) -> None:
+    """One that waits for its own result through another rank is not fused with what that rank waits for."""
+    run = Run(case_named("mlp_ftrl"), "mlp_ftrl", flavours()[0], "float64", "ftrl", Spread(2), scope="stage:2")
     outcome = compare(pool, run)
     assert not outcome.problems(run), (run, outcome)

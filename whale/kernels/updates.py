@@ -27,6 +27,7 @@ from whale.kernels.xla import change_other_graphs
 from whale.passes.elementwise.units import (
     LARGE_BYTES,
     find_accesses,
+    find_received,
     find_units,
     list_predecessors,
     replace_by_operations,
@@ -72,7 +73,7 @@ def _find_operations(program: Program) -> list[list[UpdatePart]]:
     for unit in units:
         part = find_part(program, unit, found)
         if part is not None:
-            key = (unit.level, unit.type.dtype, part.does.lines, _find_exchange(program, part.does))
+            key = (unit.level, unit.received, unit.type.dtype, part.does.lines, _find_exchange(program, part.does))
             groups.setdefault(key, []).append(part)
     operations = [
         part for parts in groups.values() for part in group_by_bytes(parts, lambda p: p.unit.type.bytes, _GROUP_BYTES)
@@ -251,21 +252,21 @@ def _fuse_scatters_in_graph(program: Program, choices: Choices) -> Program:
 
 def _find_groups(program: Program) -> list[list[Node]]:
     """Groups the scatters that become one operation: none waits for another, their rows come from the same
-    communication op, and each updates a different table.
+    communication op, they depend on the same receives from other stages, and each updates a different table.
     """
     if program.ops.isdisjoint(_SUBTRACTS):
         return []
     nodes = [node for node in program.nodes if _is_fusable(program, node)]
     if not nodes:
         return []
-    levels = _find_levels(program, {node.name for node in nodes})
+    levels, received = _find_levels(program, {node.name for node in nodes}), find_received(program)
     turns: dict[tuple[object, ...], int] = {}  # number of scatters of the same table so far
     groups: dict[tuple[object, ...], list[Node]] = {}
     for node in nodes:
         table, ids, rows = node.inputs
         exchange = rows.node if program.by_name[rows.node].op in EXCHANGES else ""
         types = program.find_type(ids).dtype, program.find_type(rows).dtype
-        key = (levels[node.name], node.op, exchange, node.scope, *types)
+        key = (levels[node.name], received.get(node.name, 0), node.op, exchange, node.scope, *types)
         met = (table, *key)
         turns[met] = turn = turns.get(met, -1) + 1
         groups.setdefault((turn, *key), []).append(node)

@@ -5,6 +5,10 @@ shape, scalars, and long rows of its last sizes. No path may lead out of a unit 
 have levels, which rise where a path leaves a unit, and all nodes of a unit have the same level. Units of one level do
 not wait for each other either, so that any of them may run together. Other fusions use the same functions to group and
 replace nodes.
+
+A path may also lead out of a unit by a send to another stage, and back by a receive, which no edge of the rank's own
+program shows. So nodes become one operation only if they depend on the same receives: it then waits for nothing that
+one of them alone would not wait for.
 """
 
 from __future__ import annotations
@@ -80,11 +84,14 @@ class Unit:
       nodes: in the program's order.
       level: units of one level do not wait for each other.
       type: dtype and shape of all its tensors but scalars and rows.
+      received: the receives from other stages that its nodes depend on (see ``find_received``). Only units with the
+        same ones may run together.
     """
 
     nodes: tuple[Node, ...]
     level: int
     type: TensorType
+    received: int = 0
 
 
 def find_units(program: Program, found: Accesses) -> list[Unit]:
@@ -100,15 +107,15 @@ def find_units(program: Program, found: Accesses) -> list[Unit]:
                 types[node.name] = TensorType(str(node.attrs["T"]), node.attrs["shapes"][0].dims)
     if not types:
         return []
-    levels = _find_levels(program, types)
-    places = {name: (kind, levels[name]) for name, kind in types.items()}
-    top = join_places(program, places, lambda one, other: one[0] is other[0] and one[1] == other[1])
+    levels, received = _find_levels(program, types), find_received(program)
+    places = {name: (kind, levels[name], received.get(name, 0)) for name, kind in types.items()}
+    top = join_places(program, places, lambda one, other: one[0] is other[0] and one[1:] == other[1:])
     units: dict[str, list[Node]] = {}
     for node in program.nodes:
         if node.name in types:
             units.setdefault(top(node.name), []).append(node)
     return [
-        Unit(tuple(nodes), levels[nodes[0].name], types[nodes[0].name])
+        Unit(tuple(nodes), levels[nodes[0].name], types[nodes[0].name], received.get(nodes[0].name, 0))
         for nodes in units.values()
         if any(n.op in ASSIGNS or n.op == FUSED_UPDATE for n in nodes)
     ]
@@ -215,6 +222,27 @@ def _find_levels(program: Program, types: Mapping[str, TensorType]) -> dict[str,
                 level = reached + (left is not None and left is not kind)
         levels[node.name] = level
     return levels
+
+
+def find_received(program: Program) -> dict[str, int]:
+    """Returns for each node of a rank's program the bit set of the receives from other stages on which it depends.
+
+    The result is empty if the main graph receives nothing from other stages. Receives of ring attention, of which all
+    ranks of a ring have the same, are not counted.
+    """
+    if "WhaleRecv" not in program.ops:
+        return {}
+    found: dict[str, int] = {}
+    bits = 0
+    for node in program.nodes:
+        before = 0
+        for name in list_predecessors(node):
+            before |= found.get(name, 0)
+        if node.op == "WhaleRecv" and node.marks.ring_dim is None:
+            before |= 1 << bits
+            bits += 1
+        found[node.name] = before
+    return found if bits else {}
 
 
 def list_predecessors(node: Node) -> Iterable[str]:
