@@ -5,6 +5,10 @@ depends on an argument or on another variable (Lookahead's slow weights are copi
 it in the first call. This module does the same, but without the conditional "is the variable initialized?" that
 tf.function puts into its graph for every call. So the first call's program has no such branches and is planned as any
 other.
+
+A variable may have a value before that: of a checkpoint that was restored before the first call, which TensorFlow
+assigns as soon as the step has made the variable reachable, or of an assignment in ``tf.init_scope``. It keeps that
+value, as in tf.function.
 """
 
 from __future__ import annotations
@@ -73,9 +77,34 @@ class CreatedVariables:
             self._inside.append(variable)
         return variable
 
+    def keep_restored(self, name: str) -> None:
+        """Forgets the assignments of the trace to variables that have a value already; the trace with them must not
+        run.
+
+        Args:
+          name: the step's name, for the error.
+
+        Raises:
+          CaptureError: other variables get their initial value by the trace only, so that it would have to run.
+        """
+        restored = [variable for variable in self.assigned if _has_value(variable)]
+        if len(restored) == len(self.assigned):
+            self.assigned = []
+        elif restored:
+            missing = next(variable for variable in self.assigned if not _has_value(variable))
+            raise CaptureError(
+                "a step creates variables whose first values depend on the call, and only some of them were restored",
+                op=name,
+                given=f"{restored[0].name}, which has a value, and {missing.name}, which has none",
+                expected="all of them, or none, in the checkpoint that was restored before the first call",
+                action="create these variables before the checkpoint is restored, or restore it after the first call",
+            )
+
     def initialise(self) -> None:
-        """Assigns the initial values that depend on neither arguments nor variables, outside of the trace."""
-        waiting, self._waiting = self._waiting, []
+        """Assigns the initial values that depend on neither arguments nor variables, outside of the trace, to the
+        variables that have no value yet.
+        """
+        waiting, self._waiting = [one for one in self._waiting if not _has_value(one[0])], []
         if not waiting:
             return
         values = [value for _, value, _ in waiting]
@@ -103,9 +132,7 @@ class CreatedVariables:
         """
         for variable in self._inside:
             if isinstance(variable, UnliftedInitializerVariable):
-                with tf.init_scope():
-                    known = bool(gen_resource_variable_ops.var_is_initialized_op(variable.handle))
-                if not known:
+                if not _has_value(variable):
                     raise make_creation_error(name, f"{variable.name}, created inside of a function, loop or branch")
         if self.assigned and self._runs > 1:
             raise make_creation_error(name, f"{self.assigned[0].name}, whose first value depends on the call")
@@ -143,6 +170,11 @@ class CreatedVariables:
             variable._update_uid = restored.checkpoint_position.restore_uid
         self._waiting.append((variable, value, captured))
         return variable
+
+
+def _has_value(variable: Any) -> bool:
+    with tf.init_scope():
+        return bool(gen_resource_variable_ops.var_is_initialized_op(variable.handle))
 
 
 def _create_eagerly(**wanted: Any) -> Any:

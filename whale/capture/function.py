@@ -133,6 +133,7 @@ def trace_function(
             concrete = tf.function(call, **options).get_concrete_function(*specs)
         except lift_to_graph.UnliftableError as error:
             raise make_creation_error(program_name, str(error).partition(" via at least")[0]) from error
+        created.keep_restored(program_name)
         created.refuse_without_value(program_name)
         created.initialise()
         # Creating variables changes the names of nodes. Another trace has the names of a rank on which the variables

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import keras
@@ -119,3 +120,67 @@ def test_what_has_no_first_value_names_the_next_step(ranks: Callable[..., None])
         wh.function(lambda x: tf.reduce_sum(x) + inner())(X)
     with pytest.raises(ValueError, match="only supports singleton"):
         wh.function(lambda x: tf.reduce_sum(x * tf.Variable(2.0, dtype=tf.float64)))(X)
+
+
+class Late(tf.Module):
+    """Creates its weights, their momentum and slow copies of them in the first call of its step."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.weight: Any = None
+        self.momentum: Any = None
+        self.slow: Any = None
+        self.step = function(self.take)
+
+    def take(self, x: tf.Tensor) -> tf.Tensor:
+        """Takes a step."""
+        if self.weight is None:
+            self.weight = tf.Variable(tf.random.stateless_normal([4, 40], [1, 2], dtype=tf.float64))
+            self.momentum = {"weight": tf.Variable(tf.zeros_like(self.weight))}
+            self.slow = [tf.Variable(self.weight)]
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(tf.tanh(x @ self.weight - x[:, :1]) ** 2)
+        self.momentum["weight"].assign(0.9 * self.momentum["weight"] + tape.gradient(loss, self.weight))
+        self.slow[0].assign(0.5 * (self.slow[0] + self.weight - self.momentum["weight"]))
+        self.weight.assign(self.slow[0])
+        return loss
+
+
+def resumed(function: Callable[..., Any], folder: Path) -> list[float]:
+    """The losses of a run of five steps, then of one that begins with a checkpoint of the first three."""
+    whole, again = Late(function), Late(function)
+    losses = [float(whole.step(X[:8])) for _ in range(3)]
+    path = tf.train.Checkpoint(model=whole).write(str(folder / "weights"))
+    losses += [float(whole.step(X[:8])) for _ in range(2)]
+    checkpoint = tf.train.Checkpoint(model=again)
+    checkpoint.read(path)  # before there is anything to read it into
+    return losses + [float(again.step(X[:8])) for _ in range(2)]
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("zero", [0, 3])
+def test_values_of_a_checkpoint_stay(zero: int, ranks: Callable[..., None], tmp_path: Path) -> None:
+    expected = resumed(tf.function, tmp_path)
+    ranks(2, **{"memory.zero": zero, "memory.zero_min_bytes": 0})
+    found = resumed(wh.function, tmp_path)
+    np.testing.assert_allclose(found, expected, rtol=1e-12)
+    np.testing.assert_allclose(found[5:], found[3:5], rtol=1e-12)
+
+
+@pytest.mark.core
+def test_a_checkpoint_of_a_part_of_them_is_refused(ranks: Callable[..., None], tmp_path: Path) -> None:
+    saved = tf.Module()
+    saved.slow = tf.Variable(np.ones((4, 1)))
+    path = tf.train.Checkpoint(saved).write(str(tmp_path / "slow"))
+    ranks(2)
+    weight, made, other = tf.Variable(np.ones((4, 1))), tf.Module(), tf.Module()
+
+    @wh.function
+    def step(x: tf.Tensor) -> tf.Tensor:
+        made.slow, other.fast = tf.Variable(weight), tf.Variable(2.0 * weight)
+        return tf.reduce_sum(x @ (made.slow + other.fast))
+
+    checkpoint = tf.train.Checkpoint(made)
+    checkpoint.read(path)
+    with pytest.raises(CaptureError, match=r"(?s)only some of them.*next: create these variables before"):
+        step(X[:8])
