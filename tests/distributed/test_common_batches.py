@@ -131,6 +131,10 @@ refused("manager:", wh.CheckpointManager(tf.train.Checkpoint(w=w), "saved", 1).s
 refused("values:", step, x)
 w.assign([[2.0]])
 step(x)
+w[0].assign([2.0 + rank])
+refused("sliced:", step, x)
+w.assign([[2.0]])
+step(x)
 wh.init({"debug.check_inputs": 5, "debug.check_replicas": 3})
 again = wh.function(lambda x: tf.reduce_sum(tf.matmul(x, w)))
 again(x)
@@ -166,7 +170,7 @@ step(x)
         assert said["compared"] == "2", said
         assert said["replicas"].startswith("CommError a variable differs between ranks variable: trained on rank 1")
         assert "seen at call 3 of the step" in said["periodic"], said
-        for what in ("manager", "values", "periodic"):
+        for what in ("manager", "values", "sliced", "periodic"):
             assert said[what].startswith("CommError a variable differs between ranks variable: w on rank 1"), said
     assert "after this rank assigned to w outside of steps" in done.stderr, done.stderr
 

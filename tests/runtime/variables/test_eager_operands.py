@@ -54,6 +54,21 @@ def trained(config: dict[str, Any], ranks: Callable[..., None], scope: Callable[
     return w
 
 
+# How a script changes a part of a variable: by a method, by a function of TensorFlow 1, by the handle.
+CHANGES: dict[str, Callable[[Any], Any]] = {
+    "row": lambda w: w[1].assign(tf.ones(4, tf.float64)),
+    "rows": lambda w: w[2:4].assign(2.0 * w[2:4]),
+    "element": lambda w: w[5, 2].assign(-1.0),
+    "columns": lambda w: w[:, 1:3].assign(tf.zeros((6, 2), tf.float64)),
+    "scattered": lambda w: tf.compat.v1.scatter_update(w, [3, 0], tf.ones((2, 4), tf.float64)),
+    "scattered elements": lambda w: tf.compat.v1.scatter_nd_add(w, [[4, 1]], [5.0]),
+    "counted": lambda w: tf.raw_ops.AssignSubVariableOp(resource=w.handle, value=tf.ones((6, 4), tf.float64)),
+    "descended": lambda w: tf.raw_ops.ResourceApplyGradientDescent(
+        var=w.handle, alpha=tf.constant(0.5, tf.float64), delta=tf.ones((6, 4), tf.float64)
+    ),
+    "read": lambda w: tf.raw_ops.ReadVariableOp(resource=w.handle, dtype=tf.float64),
+    "gathered": lambda w: tf.raw_ops.ResourceGather(resource=w.handle, indices=[1, 5], dtype=tf.float64),
+}
 PLACES = {
     "zero 3": {"memory.zero": 3, "memory.zero_min_bytes": 0},
     "whole": {},
@@ -65,6 +80,26 @@ def test_the_value_is_read_and_not_what_lies_behind_the_handle(place: str, ranks
     w = trained(PLACES.get(place, {}), ranks, wh.stage if place == "stages" else None)
     for name, operation in OPERATIONS.items():
         np.testing.assert_array_equal(operation(w), operation(tf.constant(VALUE + 1)), name)
+
+
+@pytest.mark.parametrize("place", [*PLACES, "stages", "deferred"])
+def test_parts_of_the_value_are_changed(place: str, ranks: Callable[..., None]) -> None:
+    if place == "deferred":  # no step has had it
+        ranks(2, **PLACES["zero 3"])
+        made = [tf.Variable(lambda: tf.constant(VALUE + 1.0)) for _ in CHANGES]
+    else:
+        made = [trained(PLACES.get(place, {}), ranks, wh.stage if place == "stages" else None)]
+    seen = wh.function(lambda x, w: tf.reduce_sum(x @ w, 0))
+    alone = tf.Variable(VALUE + 1.0)
+    for i, (name, change) in enumerate(CHANGES.items()):
+        w = made[i % len(made)]
+        if place == "deferred":
+            alone = tf.Variable(VALUE + 1.0)
+        found, expected = change(w), change(alone)
+        if name in ("read", "gathered"):
+            np.testing.assert_array_equal(found, expected, name)
+        np.testing.assert_array_equal(w.numpy(), alone.numpy(), name)
+        np.testing.assert_allclose(seen(tf.ones((4, 6), tf.float64), w), 4.0 * tf.reduce_sum(alone, 0), err_msg=name)
 
 
 @pytest.mark.parametrize("name", ["sum", "square", "add"])

@@ -23,7 +23,7 @@ from tensorflow.python.ops import gen_resource_variable_ops, resource_variable_o
 
 from whale.runtime.variables.checkpoint_regions import is_restoring_by_regions
 from whale.runtime.variables.initializer_recording import record
-from whale.runtime.variables.native_reads import make_handle_property
+from whale.runtime.variables.native_reads import make_handle_properties
 from whale.runtime.variables.partial_initializers import LITTLE_BYTES, DeferredInitial, Reader, record_uniform_value
 from whale.runtime.variables.split_variable import NEED_WHOLE
 
@@ -238,5 +238,5 @@ def _make_deferred_class() -> type:
     }
     members.update((name, wrap_assignment(name)) for name in ("assign", "_restore_from_tensors"))
     members["_serialize_to_tensors"] = serialize
-    members["_handle"] = make_handle_property(make_whole)
+    members.update(make_handle_properties(make_whole))
     return type(kind.__name__, (kind,), members)

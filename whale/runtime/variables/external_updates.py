@@ -22,7 +22,7 @@ from whale.runtime.variables.deferred import capturing, find_deferred
 
 # Methods of variables that update a value, as training does, and those that replace it by any other.
 _ADDS = tuple(name for name in dir(BaseResourceVariable) if name.startswith(("assign_", "scatter_", "batch_scatter_")))
-_GIVES = ("assign", "_restore_from_tensors")
+_GIVES = ("assign", "_restore_from_tensors", "_strided_slice_assign")
 # A variable that is assigned this often after a gradient was computed counts as trained by a loop of the script.
 _OFTEN = 3
 # Name of TensorFlow's own function that initialises variables created in a tf.function; it does not train.

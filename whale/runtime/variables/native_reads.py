@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import types
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -22,6 +23,9 @@ from tensorflow.python.eager.polymorphic_function import concrete_function
 from whale.errors import PlanError
 
 _PARTS = "_whale_parts_behind"  # attribute of a handle: weak reference to the object with its variable's parts
+_VARIABLES_OF_KERAS = "keras.src.backend.tensorflow.core"  # module: its variables pass a handle on
+# Prefixes of Keras' modules that ask whether a variable has a handle, and give it to no operation.
+_ASK_ONLY = ("keras.src.backend.", "keras.src.optimizers.optimizer", "tf_keras.src.optimizers.optimizer")
 _READ = "_whale_resources_read"  # attribute of an iterator: the resources that functions of its dataset read
 
 
@@ -126,9 +130,14 @@ def _iterate_captured_resources(dataset: tf.data.Dataset) -> Iterator[tuple[str,
                     yield type(one).__name__.strip("_"), captured
 
 
-def make_handle_property(bring_home: Callable[[Any], None]) -> property:
-    """Returns a property ``_handle`` for a class of variables, which puts their value behind the handle when
-    TensorFlow's fast path reads it.
+def make_handle_properties(bring_home: Callable[[Any], None]) -> dict[str, property]:
+    """Returns properties ``_handle`` and ``handle`` for a class of variables. They put the value behind the handle when
+    an eager operation is about to use the memory there.
+
+    TensorFlow's fast path takes ``_handle``. Scripts, and what TensorFlow 1 has for them (``scatter_update``, the
+    optimizers), give ``handle`` to operations such as ``tf.raw_ops.ResourceGather``; those read and write the memory
+    without a method of the variable. The rest of TensorFlow calls such operations in methods that are replaced, or asks
+    a handle for its device and name only.
 
     Args:
       bring_home: puts the present value of a variable behind its handle, and keeps it there until the next step.
@@ -144,4 +153,23 @@ def make_handle_property(bring_home: Callable[[Any], None]) -> property:
     def put(self: Any, handle: Any) -> None:
         self.__dict__["_handle"] = handle
 
-    return property(get, put)
+    def get_for_operation(self: Any) -> Any:
+        if tf.executing_eagerly() and _gives_handles(sys._getframe(1)):
+            bring_home(self)
+        return self.__dict__["_handle"]
+
+    return {"_handle": property(get, put), "handle": property(get_for_operation)}
+
+
+def _gives_handles(frame: types.FrameType | None) -> bool:
+    """Returns True if the code that asks for a variable's handle may give it to an operation.
+
+    Args:
+      frame: of that code.
+    """
+    if frame is not None and frame.f_globals.get("__name__") == _VARIABLES_OF_KERAS:
+        frame = frame.f_back
+    module = "" if frame is None else frame.f_globals.get("__name__", "")
+    if module.startswith(("tensorflow.python.ops.state_ops", "tensorflow.python.training.")):
+        return "checkpoint" not in module and ".saving" not in module
+    return not module.startswith(("tensorflow.", "whale.", "whale_ops.", *_ASK_ONLY))

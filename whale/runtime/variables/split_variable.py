@@ -28,14 +28,14 @@ from whale.ir.layout import Shard
 from whale.ir.mesh import Tiles, find_coordinates
 from whale.runtime.variables.checkpoint_regions import is_restoring_by_regions
 from whale.runtime.variables.in_files import copy_part, find_folder, make_mapped_variable, write_block
-from whale.runtime.variables.native_reads import forget_noted, make_handle_property, note_parts
+from whale.runtime.variables.native_reads import forget_noted, make_handle_properties, note_parts
 from whale.runtime.variables.partial_initializers import DeferredInitial, copy_to_own_memory
 
 # Methods that need the whole value in the variable itself.
 NEED_WHOLE = (
     "assign_add", "assign_sub", "sparse_read", "gather_nd", "scatter_add", "scatter_sub", "scatter_mul", "scatter_div",
     "scatter_max", "scatter_min", "scatter_update", "scatter_nd_add", "scatter_nd_sub", "scatter_nd_max",
-    "scatter_nd_min", "scatter_nd_update", "batch_scatter_update",
+    "scatter_nd_min", "scatter_nd_update", "batch_scatter_update", "_strided_slice_assign",
 )  # fmt: skip
 
 
@@ -374,5 +374,5 @@ def _make_split_class(kind: type) -> type:
 
     methods = {name: wrap_with_whole(name) for name in NEED_WHOLE if hasattr(kind, name)}
     methods.update(_read_variable_op=read, assign=assign, _serialize_to_tensors=serialize)
-    methods["_handle"] = make_handle_property(hold_read)
+    methods.update(make_handle_properties(hold_read))
     return type(kind.__name__, (kind,), methods)

@@ -21,7 +21,7 @@ from whale.distributed.collective_call_check import read_surviving, read_togethe
 from whale.distributed.faults import raise_comm_error
 from whale.distributed.ranks import Ranks
 from whale.partition.variable_use import VariableUse
-from whale.runtime.variables.native_reads import make_handle_property
+from whale.runtime.variables.native_reads import make_handle_properties
 from whale.runtime.variables.partial_initializers import DeferredInitial
 from whale.runtime.variables.split_variable import NEED_WHOLE, hold_nothing
 
@@ -257,5 +257,5 @@ def _make_homed_class(kind: type) -> type:
 
     methods: dict[str, Any] = {name: wrap_with_value(name) for name in NEED_WHOLE if hasattr(kind, name)}
     methods.update((name, wrap_assignment(name)) for name in ("assign", "_restore_from_tensors"))
-    methods["_handle"] = make_handle_property(bring_home)
+    methods.update(make_handle_properties(bring_home))
     return type(kind.__name__, (kind,), {**methods, "_read_variable_op": read})
