@@ -9,6 +9,7 @@ import os, sys
 import numpy as np
 import tensorflow as tf
 import whale as wh
+from whale.errors import CommError
 
 wh.init()
 dense = tf.keras.layers.Dense(7)
@@ -61,6 +62,25 @@ assert float(step(x)) == first
 manager.restore_or_initialize()
 np.testing.assert_allclose(dense.get_weights()[0], expected, rtol=1e-6)
 assert float(step(x)) == second
+
+kernel = getattr(dense.kernel, "value", dense.kernel)
+expected = kernel.numpy()
+expected[1:3] = value[:2]
+expected[0] -= 1.0
+kernel[1:3].assign(value[:2])
+tf.raw_ops.ResourceScatterSub(resource=kernel.handle, indices=[0], updates=tf.ones((1, 7)))
+total = tf.function(lambda: tf.reduce_sum(kernel))
+np.testing.assert_allclose(total(), expected.sum(), rtol=1e-6)
+step(0 * x)
+np.testing.assert_array_equal(kernel.numpy(), expected)
+wh.shutdown()
+for read in (total, kernel.numpy):
+    try:
+        read()
+    except CommError as error:
+        assert "next: read or save variables before wh.shutdown()" in str(error), error
+    else:
+        raise AssertionError("a part of a variable was taken for all of it")
 print("done")
 """
 )

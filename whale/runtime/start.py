@@ -399,7 +399,7 @@ def _end() -> None:
         return
     context.ended = True
     _conclude(context)
-    context.variables.clear()
+    context.variables.end(context)
     for put_back in context.hooks.at_end:
         put_back()
     if context.seeds is not None:

@@ -137,3 +137,23 @@ def test_steps_go_on_from_the_value_that_was_read(ranks: Callable[..., None]) ->
         alone -= 0.01 * x.T @ (2 * (x @ alone)) / 16
         np.testing.assert_allclose(tf.reduce_sum(w), alone.sum(), rtol=1e-12)
     np.testing.assert_allclose(w.numpy(), alone, rtol=1e-12)
+
+
+@pytest.mark.core
+def test_after_a_run_of_one_process_they_are_ordinary_again(ranks: Callable[..., None]) -> None:
+    w, total = tf.Variable(VALUE), tf.function(lambda w: tf.reduce_sum(w))
+
+    def train(function: Callable[..., Any]) -> tf.Tensor:
+        return function(lambda x: w.assign_add(0.1 * tf.transpose(x) @ tf.tanh(x @ w)))(tf.ones((4, 6), tf.float64))
+
+    alone = tf.Variable(VALUE)
+    for config in (PLACES["zero 3"], PLACES["whole"], PLACES["zero 3"]):
+        ranks(2, **config)
+        train(wh.function)
+        alone.assign_add(0.1 * tf.ones((6, 4), tf.float64) * tf.tanh(tf.ones((4, 6), tf.float64) @ alone)[0] * 4.0)
+        wh.shutdown()
+        assert type(w) is type(alone)
+        np.testing.assert_allclose(w.numpy(), alone.numpy(), rtol=1e-12)
+        np.testing.assert_allclose(total(w), tf.reduce_sum(alone), rtol=1e-12)
+        train(tf.function)
+        alone.assign_add(0.1 * tf.ones((6, 4), tf.float64) * tf.tanh(tf.ones((4, 6), tf.float64) @ alone)[0] * 4.0)

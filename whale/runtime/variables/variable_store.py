@@ -64,6 +64,16 @@ class _Entry:
         return gen_resource_variable_ops.read_variable_op(self.handle, self.variable.dtype)
 
 
+def _make_ordinary(entry: _Entry) -> None:
+    """Puts the whole value of a sharded variable into its own memory, as before any program used it; collective between
+    processes.
+    """
+    assert entry.parts is not None
+    whole = entry.parts.gather_whole()
+    entry.parts.leave()
+    gen_resource_variable_ops.assign_variable_op(entry.handle, whole)
+
+
 class VariableStore:
     """Holds the variables of a run, each identified by its handle, which the store keeps alive.
 
@@ -89,6 +99,21 @@ class VariableStore:
         forget_parts(self._split)
         self._homes.clear()
 
+    def end(self, context: Ranks) -> None:
+        """Ends the run's use of the variables, and frees their files.
+
+        If all ranks are in one process, variables in its memory are ordinary ones again, with their values, so that the
+        script may use the model without Whale, or in another run. Between processes a sharded variable stays so, since
+        the other ranks may be gone: reading it, also in a plain tf.function, is an error from now on.
+        """
+        if not context.has_other_processes:
+            for entry in self._entries.values():
+                if entry.parts is not None and not entry.parts.folder:
+                    _make_ordinary(entry)
+        elif any(entry.parts is not None for entry in self._entries.values()):
+            self._put_back = None  # plain functions go on to ask for sharded variables
+        self.clear()
+
     def make_all_whole(self, context: Ranks) -> None:
         """Makes all variables ordinary ones again, with their values on every rank, as before any program used them.
 
@@ -102,9 +127,7 @@ class VariableStore:
         try:
             for entry in self._entries.values():
                 if entry.parts is not None:
-                    whole = entry.parts.gather_whole()
-                    entry.parts.leave()
-                    gen_resource_variable_ops.assign_variable_op(entry.handle, whole)
+                    _make_ordinary(entry)
         except tf.errors.OpError as error:
             raise_comm_error(error, context)
             raise
