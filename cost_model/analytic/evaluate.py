@@ -7,8 +7,10 @@ evaluated here.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate
+
+import msgspec
 
 from cost_model.analytic import sharded
 from cost_model.analytic.layer_costs import Model, costs_of
@@ -212,7 +214,7 @@ def _simulate_sharded(
         ([cost of the stage with these passes], [seconds at which its passes have ended]).
     """
     found = sharded.passes(model, machines, strategy)
-    cost = replace(costs[0], forward_s=(found.forward_s,), backward_s=(found.backward_s,), reduce_s=0.0)
+    cost = msgspec.structs.replace(costs[0], forward_s=(found.forward_s,), backward_s=(found.backward_s,), reduce_s=0.0)
     return [cost], [found.passes_s]
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import msgspec
+
 from cost_model.analytic.stacks import EXPERT_STREAMS, Stack
 from cost_model.analytic.transformer_kernels import Attention, Collective, Idle, Matmul, Op, Streaming
 from cost_model.hardware import Device
@@ -12,8 +14,7 @@ from cost_model.kernels.collectives import COLLECTIVES, Group
 from cost_model.kernels.compute import Rates, attention_s, find_rates, matmul_s, streaming_s
 
 
-@dataclass(frozen=True, slots=True)
-class Cost:
+class Cost(msgspec.Struct, frozen=True):
     """Holds the seconds of some work on one rank: on the device, in exposed communication, and on the host.
 
     Attributes:

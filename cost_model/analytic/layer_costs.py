@@ -107,19 +107,21 @@ class LayerCosts:
 
     def experts_of(self, ranges: tuple[tuple[int, int], ...]) -> float:
         """Returns the number of expert parameters on one rank that holds the layers of these [low, high) ranges."""
-        return sum(self.experts[high] - self.experts[low] for low, high in ranges) if self.experts else 0.0
+        return sum([self.experts[high] - self.experts[low] for low, high in ranges]) if self.experts else 0.0
 
     def forward(self, low: int, high: int) -> float:
         """Returns the seconds of the forward pass of layers low..high-1."""
         begin_s = self.begin_s if low or high < len(self.forward_s) - 1 else 0.0  # nothing to wait for
         device_s = begin_s + self.forward_s[high] - self.forward_s[low]
-        return max(device_s, self.begin_host_s + self.forward_host_s[high] - self.forward_host_s[low])
+        host_s = self.begin_host_s + self.forward_host_s[high] - self.forward_host_s[low]
+        return device_s if device_s > host_s else host_s
 
     def backward(self, low: int, high: int) -> float:
         """Returns the seconds of the backward pass of layers low..high-1, recomputation included."""
         begin_s = self.begin_s if low or high < len(self.backward_s) - 1 else 0.0
         device_s = begin_s + self.backward_s[high] - self.backward_s[low]
-        return max(device_s, self.begin_host_s + self.backward_host_s[high] - self.backward_host_s[low])
+        host_s = self.begin_host_s + self.backward_host_s[high] - self.backward_host_s[low]
+        return device_s if device_s > host_s else host_s
 
     def kernels(self, low: int, high: int) -> tuple[float, float]:
         """Returns the seconds of (forward, backward) of layers low..high-1 without exposed communication and pass
@@ -153,7 +155,7 @@ class LayerCosts:
         """Returns the number of parameters on one rank that holds the layers of these [low, high) ranges, experts
         excluded.
         """
-        own = sum(self.parameters[high] - self.parameters[low] for low, high in ranges)
+        own = sum([self.parameters[high] - self.parameters[low] for low, high in ranges])
         whole = ranges[0][0] == 0 and ranges[-1][1] == len(self.parameters) - 1
         return own - self.twice if whole else own
 

@@ -7,7 +7,7 @@ mixed-precision Adam).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import msgspec
 
 from cost_model.analytic.layer_costs import LayerCosts
 from cost_model.analytic.stacks import Stack
@@ -27,8 +27,7 @@ CHUNKS_SUMMED = 2
 COMMUNICATOR_BYTES = 4e6 * CHANNELS  # NCCL's buffers: NCCL_BUFFSIZE (4 MiB) for each channel of a communicator
 
 
-@dataclass(frozen=True, slots=True)
-class Footprint:
+class Footprint(msgspec.Struct, frozen=True):
     """Holds the bytes of memory that one rank needs, by use; activations are those at the peak of the schedule.
 
     Attributes:
@@ -244,7 +243,7 @@ def part_memory(
         count = max(1, sum(high - low for low, high in ranges))
         whole = max(whole, LAYERS_AHEAD * (held + gradients) / count)
         held = gradients = 0.0
-    each = sum(layers.held_bytes[high] - layers.held_bytes[low] for low, high in ranges) / len(ranges)
+    each = sum([layers.held_bytes[high] - layers.held_bytes[low] for low, high in ranges]) / len(ranges)
     activations = live * each + layers.working_bytes
     if ranges[-1][1] == layers.count:
         activations += layers.last_bytes

@@ -12,6 +12,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import msgspec
+
 from cost_model.analytic.layer_costs import (
     MATRICES_OUTSIDE,
     MATRICES_PER_LAYER,
@@ -42,11 +44,9 @@ CHANNEL_BYTES_PER_S = 20e9
 COUNT_BYTES = 8  # of the number of tokens that one rank sends to an expert
 PASSES = 2  # forward and backward, over which the counts of tokens are spread: only the forward pass exchanges them
 
-Passes = tuple[list[float], list[float], int]  # see `passes_of`
 
 
-@dataclass(frozen=True, slots=True)
-class StageCost:
+class StageCost(msgspec.Struct, frozen=True):
     """Holds the cost of one stage: seconds of its passes and of the end of the step, and memory of its ranks.
 
     Attributes:
@@ -135,11 +135,11 @@ def stage_cost(
     """
     stage, count = alike or strategy.stages[index], len(strategy.stages)
     hidden = model.stack.overlaps_sends and strategy.chunks > 1
-    costs = _costs_of(model, strategy, stage, ranks)
+    passes = passes or passes_of(model, machines, strategy, stage, ranks)
+    ahead, back, limiting, costs = passes.forward_s, passes.backward_s, passes.limiting, passes.costs
     dense = [one.parameters_of(stage.layers) for one in costs]
     experts = [one.experts_of(stage.layers) for one in costs]
     to_next_s, to_previous_s = (0.0, 0.0) if count == 1 or hidden else _sends_s(model, machines, strategy, index, stage)
-    ahead, back, limiting = passes or passes_of(model, machines, strategy, stage, ranks)
     # The model's last chunk sends no activations, the first one no gradients.
     last = count * strategy.chunks - 1
     at = range(index, last + 1, count)
@@ -174,10 +174,6 @@ def stage_cost(
     )
 
 
-def _costs_of(model: Model, strategy: ParallelStrategy, stage: Stage, ranks: int) -> list[LayerCosts]:
-    return [costs_of(model, strategy, part, ranks, stage.replicas, stage.recompute) for part in stage.parts]
-
-
 def _sends_s(
     model: Model, machines: Machines, strategy: ParallelStrategy, index: int, stage: Stage
 ) -> tuple[float, float]:
@@ -200,11 +196,9 @@ def passes_of(model: Model, machines: Machines, strategy: ParallelStrategy, stag
 
     If the stage has several device groups (``stage.parts``), the slowest counts. The seconds depend only on the stage
     and the strategy's settings, not on other stages, so a search can cache them.
-
-    Returns:
-        (forward seconds of each chunk, backward seconds of each chunk, index in ``stage.parts`` of the slowest group).
     """
-    costs = _costs_of(model, strategy, stage, ranks)
+    replicas = stage.replicas
+    costs = [costs_of(model, strategy, part, ranks, replicas, stage.recompute) for part in stage.parts]
     plain = find_level(model, strategy) < 2 and strategy.offload == "none" and not model.experts
     moves = None if plain else _Moves.price(model, machines, strategy, stage, costs)
     forwards, backwards, limiting, longest = [], [], 0, -1.0
@@ -220,7 +214,7 @@ def passes_of(model: Model, machines: Machines, strategy: ParallelStrategy, stag
         both = [a + b for a, b in zip(ahead, back)]
         if (most := max(both)) > longest:
             longest, limiting = most, both.index(most)
-    return forwards, backwards, limiting
+    return Passes(forwards, backwards, limiting, costs)
 
 
 def members(parts: Sequence[DeviceGroup]) -> tuple[tuple[int, int, int], ...]:
@@ -228,6 +222,21 @@ def members(parts: Sequence[DeviceGroup]) -> tuple[tuple[int, int, int], ...]:
     takes.
     """
     return tuple((part.pool, part.tensor, part.replicas) for part in parts)
+
+
+class Passes(msgspec.Struct, frozen=True):
+    """Holds the seconds of a stage's passes over one micro-batch, without sends between stages.
+
+    Attributes:
+        forward_s, backward_s: seconds of each chunk on the slowest device group.
+        limiting: index in ``Stage.parts`` of the slowest device group.
+        costs: the costs of the model's layers on each device group.
+    """
+
+    forward_s: list[float]
+    backward_s: list[float]
+    limiting: int
+    costs: list[LayerCosts]
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,15 +10,15 @@ the bytes of an element. The last number of a `Streaming` is how many kernels ea
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
 from typing import Literal
+
+import msgspec
 
 from cost_model.analytic.stacks import Stack
 from cost_model.analytic.transformer import LayerShare, Transformer
 
 
-@dataclass(frozen=True, slots=True)
-class Matmul:
+class Matmul(msgspec.Struct, frozen=True):
     """Represents `batch` matrix products [m, k] x [k, n].
 
     Attributes:
@@ -36,8 +36,7 @@ class Matmul:
     cast_before: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Streaming:
+class Streaming(msgspec.Struct, frozen=True):
     """Represents kernels that are bound by memory: `kernels` launches that together read and write `moved_bytes`."""
 
     name: str
@@ -45,8 +44,7 @@ class Streaming:
     kernels: int = 1
 
 
-@dataclass(frozen=True, slots=True)
-class Attention:
+class Attention(msgspec.Struct, frozen=True):
     """Represents a fused attention kernel.
 
     Attributes:
@@ -59,8 +57,7 @@ class Attention:
     sequence: int
 
 
-@dataclass(frozen=True, slots=True)
-class Collective:
+class Collective(msgspec.Struct, frozen=True):
     """Represents a collective of the tensor-parallel or context-parallel group.
 
     Attributes:
@@ -79,8 +76,7 @@ class Collective:
     along: Literal["tensor", "context"] = "tensor"
 
 
-@dataclass(frozen=True, slots=True)
-class Idle:
+class Idle(msgspec.Struct, frozen=True):
     """Represents seconds in which the device waits for the host, which waits for a result of the device."""
 
     name: str
@@ -383,9 +379,9 @@ def _list_repeated(t: Transformer, p: LayerShare, stack: Stack) -> list[Op]:
         if op.name in names:
             again.append(op)
         elif isinstance(op, Matmul) and op.weights and stack.selective_part:  # fewer rows stand for fewer products
-            again.append(replace(op, m=max(1, round(op.m * stack.selective_part))))
+            again.append(msgspec.structs.replace(op, m=max(1, round(op.m * stack.selective_part))))
         elif isinstance(op, Streaming) and op.name not in ("softmax", "attention dropout") and stack.selective_part:
-            again.append(replace(op, moved_bytes=op.moved_bytes * stack.selective_part))
+            again.append(msgspec.structs.replace(op, moved_bytes=op.moved_bytes * stack.selective_part))
     return [*again, *core]
 
 

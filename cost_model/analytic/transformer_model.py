@@ -48,6 +48,7 @@ class TransformerModel:
         self.sequence = 0 if profile else transformer.sequence
         self.alike = first_alike([index < transformer.dense_layers for index in range(self.count)])
         self.layer_costs = lru_cache(maxsize=None)(self._layer_costs)
+        self._rank_costs = lru_cache(maxsize=None)(self._make_rank_costs)
 
     def on(self, machines: Machines) -> TransformerModel:
         """Returns the same model, costed for other machines."""
@@ -80,14 +81,11 @@ class TransformerModel:
             context=context,
         )
         entry = self.machines.pools[pool].entry
-        along = self.machines.data_group(((pool, tensor, context),)) if context > 1 else None
-        on = rank_on(entry.device, entry.share, self.machines.tensor_group(pool, tensor), stack, ranks, along)
+        on, forward, (first, last) = self._rank_costs(pool, ranks, msgspec.structs.replace(p, recompute="none"))
         begin_s = stack.pass_host_us * 1e-6
-        first, last = self._edges(p, on, entry)
         held_bytes, repeated_bytes = kept_and_repeated(t, p, stack)
         update_s = None
         if self.profile is None:
-            forward = cost(kernels.layer_forward(t, p, stack), on)
             backward = cost(kernels.layer_backward(t, p, stack), on, True)
         else:
             measured = self.profile.layer(entry.device.name, tensor, rows)
@@ -148,6 +146,23 @@ class TransformerModel:
             edges=(first, last),
             base_bytes=1e9 * max(entry.device.context_gb, stack.base_gb),
         )
+
+    def _make_rank_costs(self, pool: int, ranks: int, p: LayerShare) -> tuple[Rank, Cost, tuple[Edge, Edge]]:
+        """Returns (rates of a rank of a pool, cost of a layer's forward pass (0 if measured), embedding and head).
+
+        None of these depends on what the backward pass recomputes, so that all kinds of recompute share them.
+
+        Args:
+            ranks: ranks of the whole plan.
+            p: the rank's share of a layer, with `recompute="none"`.
+        """
+        entry, group = self.machines.pools[pool].entry, self.machines.tensor_group(pool, p.tensor)
+        along = self.machines.data_group(((pool, p.tensor, p.context),)) if p.context > 1 else None
+        on = rank_on(entry.device, entry.share, group, self.stack, ranks, along)
+        forward = Cost()
+        if self.profile is None:
+            forward = cost(kernels.layer_forward(self.transformer, p, self.stack), on)
+        return on, forward, self._edges(p, on, entry)
 
     def _dense_layer(self, p: LayerShare, on: Rank) -> _Layer:
         """Returns the costs of a layer with one dense network, for the first layers of a model with experts."""

@@ -94,12 +94,12 @@ class Stage(msgspec.Struct, frozen=True):
     @property
     def ranks(self) -> int:
         """Returns the number of devices of the stage."""
-        return sum(part.ranks for part in self.parts)
+        return sum([part.tensor * part.replicas for part in self.parts])
 
     @property
     def replicas(self) -> int:
         """Returns the number of data-parallel replicas of the stage's layers, over all device groups."""
-        return sum(part.replicas for part in self.parts)
+        return sum([part.replicas for part in self.parts])
 
     @property
     def rows(self) -> int:
@@ -193,7 +193,7 @@ class ParallelStrategy(msgspec.Struct, frozen=True):
     @property
     def ranks(self) -> int:
         """Returns the number of devices of all stages."""
-        return sum(stage.ranks for stage in self.stages)
+        return sum([stage.ranks for stage in self.stages])
 
     @property
     def batch(self) -> int:

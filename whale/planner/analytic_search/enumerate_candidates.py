@@ -96,6 +96,7 @@ class Families(Estimates):
         self, chosen: Sequence[int], tensors: tuple[int, ...], units: list[int], rows: int
     ) -> Iterator[Candidate]:
         limits, count, hidden = self.limits, self.model.count, self.model.stack.overlaps_sends
+        priced: dict[tuple[tuple[str, bool], int], tuple[list[float], list[int]]] = {}
         for how, data, spread in itertools.product(
             self.recomputes(), divisors(self.batch // rows), self._expert_degrees()
         ):
@@ -105,8 +106,10 @@ class Families(Estimates):
             if spread and widest <= spread:
                 continue
             ways = limits.experts or spread or widest
-            per_layer = [self.predict_whole(k, t, rows, how, ways)[2] for k, t in zip(chosen, tensors)]
-            order = sorted(range(len(chosen)), key=lambda i: per_layer[i])
+            if (how, ways) not in priced:
+                each_s = [self.predict_whole(k, t, rows, how, ways)[2] for k, t in zip(chosen, tensors)]
+                priced[how, ways] = each_s, sorted(range(len(chosen)), key=each_s.__getitem__)
+            per_layer, order = priced[how, ways]
             micro_batches = self.batch // rows // data
             if limits.micro_batches not in (None, micro_batches):
                 continue
@@ -121,7 +124,7 @@ class Families(Estimates):
             if spread:
                 settings = msgspec.structs.replace(settings, expert_ranks=spread)
             ranks = [DeviceGroup(k, t, data, rows) for k, t in zip(chosen, tensors)]
-            sends_s = max(self.sends_s(pair, how) for pair in zip(ranks, ranks[1:] or ranks))
+            sends_s = max(self.sends_s(pair, how[1]) for pair in zip(ranks, ranks[1:] or ranks))
             after_s: dict[int, tuple[float, float]] = {}
             for stages in self.counts(sum(most)):
                 if limits.stages not in (None, stages) or (len(chosen) > 1 and stages <= sum(most) - min(most)):
@@ -275,7 +278,7 @@ class Families(Estimates):
                 slowest = max(self.predict_whole(p.pool, p.tensor, p.rows, how)[1] for p in parts) / stages
                 reduce_s, update_s = self.predict_after_s(parts, how, stages)
                 reduce_s = self.predict_reduced_s(reduce_s, slowest, stages, 1, micro_batches)
-                slowest += self.sends_s(parts, how) if stages > 1 else 0.0
+                slowest += self.sends_s(parts, how[1]) if stages > 1 else 0.0
                 estimate_s = (micro_batches + stages - 1) * slowest + reduce_s + update_s
                 estimate_s += self.tied_s(parts[0], parts[0], stages)
                 shape = how[0], stages.bit_length(), max(k[1] for k in kinds), tuple(k[0] for k in kinds), "mixed"

@@ -7,7 +7,7 @@ from __future__ import annotations
 import heapq
 import math
 from bisect import bisect_left
-from collections.abc import Sequence
+from functools import lru_cache
 
 from cost_model.analytic.evaluate import tied_between_s
 from cost_model.analytic.layer_costs import LayerCosts, Model
@@ -24,6 +24,7 @@ KEPT_PER_SHAPE = 40  # candidates kept of each shape
 MOST_ROWS = 128  # largest micro-batch of a rank that is tried, where the model has formulas for any size
 GRID_ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)  # rows for which `shared_s` computes layers' seconds
 BACKWARD = 2 / 3  # the backward pass's part of both passes' seconds
+MOST_SENDS = 1 << 16  # pairs of stages between which the seconds of a send are kept
 FAR_BEHIND = 1.6  # a candidate is pruned if its estimate is longer than the best one by this factor
 
 
@@ -63,8 +64,14 @@ class Estimates:
         self.each: dict[tuple[int, int, int, str, bool, int], tuple[LayerCosts, float, float]] = {}
         self.after: dict[tuple[tuple[tuple[int, int, int], ...], int], tuple[float, float]] = {}
         self.tied: dict[tuple[int, int, int, int], float] = {}
+        # What is asked for most often, and never changes during a search: results of the methods of these names.
+        self.predict_whole = lru_cache(maxsize=None)(self._predict_whole)
+        self.shared_s = lru_cache(maxsize=None)(self._find_shared_s)
+        self.tensors = lru_cache(maxsize=None)(self._list_tensors)
+        self.rows_of = lru_cache(maxsize=None)(self._list_rows)
+        self.sends_s = lru_cache(maxsize=MOST_SENDS)(self._predict_sends_s)
 
-    def predict_whole(
+    def _predict_whole(
         self, pool: int, tensor: int, rows: int, how: tuple[str, bool], ways: int = 0
     ) -> tuple[LayerCosts, float, float]:
         """Returns the predicted cost of the whole model, as if all layers lay on one rank of a pool.
@@ -100,7 +107,7 @@ class Estimates:
             self.each[key] = one, total, total / count
         return self.each[key]
 
-    def shared_s(self, pool: int, tensor: int, rows: int, how: tuple[str, bool]) -> float:
+    def _find_shared_s(self, pool: int, tensor: int, rows: int, how: tuple[str, bool]) -> float:
         """Returns the seconds of both passes of all layers on one rank, by which unequal replicas share rows.
 
         To save time, a model with formulas is computed for the row counts `GRID_ROWS` only, and interpolated linearly
@@ -116,7 +123,7 @@ class Estimates:
         low_s = self.predict_whole(pool, tensor, low, how)[1]
         return low_s + (high_s - low_s) * (rows - low) / (high - low)
 
-    def rows_of(self, pool: int, tensor: int) -> list[int]:
+    def _list_rows(self, pool: int, tensor: int) -> list[int]:
         """Returns the micro-batch sizes to try on one rank of a pool, in rows, ascending."""
         known = self.model.row_choices(pool, tensor)
         if known is not None:
@@ -164,7 +171,7 @@ class Estimates:
         """Returns the kinds of recompute that a stage may use, with the least recomputation first."""
         return self.kinds[sequence_parallel]
 
-    def tensors(self, pool: int) -> list[int]:
+    def _list_tensors(self, pool: int) -> list[int]:
         """Returns the tensor-parallel degrees that the model supports on a pool and the user allows."""
         found = self.model.tensor_degrees(pool)
         return [d for d in found if self.limits.tensor in (None, d)]
@@ -246,19 +253,18 @@ class Estimates:
             self.tied[key] = tied_between_s(self.model, self.machines, first, last, key[-1])
         return self.tied[key]
 
-    def sends_s(self, parts: Sequence[DeviceGroup], how: tuple[str, bool]) -> float:
+    def _predict_sends_s(self, parts: tuple[DeviceGroup, ...], sequence_parallel: bool) -> float:
         """Estimates the seconds to send one micro-batch's activations to the next stage and their gradients back.
 
         Args:
             parts: device groups of the sending and the receiving stage; the slowest path between any two of them is
                 taken.
-            how: (kind of recompute, sequence parallel).
         """
         ranks, cut = sum(part.ranks for part in parts), max(1, self.model.count // 2)
         each = 0.0
         for part in parts:
             path = min(self.machines.send_path(part.pool, other.pool, ranks) for other in parts)
-            each = max(each, self.model.send_s(cut, part.tensor, part.rows / self.context, how[1], path))
+            each = max(each, self.model.send_s(cut, part.tensor, part.rows / self.context, sequence_parallel, path))
         return 2 * each
 
     def far_behind(self, estimate_s: float) -> bool:

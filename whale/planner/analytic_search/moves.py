@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 
 import msgspec
@@ -26,16 +26,21 @@ MOST_PAIRS = 120  # most pairs of stages between which a layer moves
 
 def has_room(machines: Machines, ranks: Iterable[tuple[DeviceGroup, ...]]) -> bool:
     """Returns True if the hosts have room for all these tensor-parallel groups, none of which may span two hosts."""
+    return next(_find_crowded(machines, ranks), None) is None
+
+
+def _find_crowded(machines: Machines, ranks: Iterable[tuple[DeviceGroup, ...]]) -> Iterator[int]:
+    """Yields the numbers of the pools whose hosts have no room for all of these tensor-parallel groups."""
     wanted: dict[int, dict[int, int]] = {}
     for parts in ranks:
         for part in parts:
-            own = wanted.setdefault(part.pool, {})
+            if (own := wanted.get(part.pool)) is None:
+                own = wanted[part.pool] = {}
             own[part.tensor] = own.get(part.tensor, 0) + part.replicas
-    pools = machines.pools
-    return all(
-        _fit_on_hosts(pools[pool].per_host, pools[pool].hosts, tuple(sorted(groups.items(), reverse=True)))
-        for pool, groups in wanted.items()
-    )
+    for number, groups in wanted.items():
+        pool = machines.pools[number]
+        if not _fit_on_hosts(pool.entry.count, pool.host.count, tuple(sorted(groups.items(), reverse=True))):
+            yield number
 
 
 @lru_cache(maxsize=1 << 16)
@@ -83,6 +88,7 @@ class Moves:
         context: context-parallel degree; above 1 the replicas of each device group are a multiple of it, with equal
             rows.
         experts: the replicas of a stage have to be a multiple of this.
+        known: results of `allows`.
     """
 
     machines: Machines
@@ -95,6 +101,7 @@ class Moves:
     runnable: bool
     context: int = 1
     experts: int = 1
+    known: dict[tuple[DeviceGroup, ...], bool] = field(default_factory=dict)
 
     def of_ranks(self, strategy: ParallelStrategy) -> Iterator[tuple[int, Ranks]]:
         """Yields (micro-batches, device groups of each stage) after each change that requires layers to be assigned
@@ -118,6 +125,11 @@ class Moves:
 
     def allows(self, parts: tuple[DeviceGroup, ...]) -> bool:
         """Returns True if a stage may consist of these device groups: degrees, rows and replicas are all allowed."""
+        if (found := self.known.get(parts)) is None:
+            found = self.known[parts] = self._may_be(parts)
+        return found
+
+    def _may_be(self, parts: tuple[DeviceGroup, ...]) -> bool:
         if any(part.tensor not in self.tensors(part.pool) for part in parts):
             return False
         alike = not self.runnable or len({part.tensor for part in parts}) == 1
@@ -329,8 +341,7 @@ class Moves:
             kept: stages that were just changed and should stay; all others are removed before any of these.
         """
         marked = [(parts, i in kept) for i, parts in enumerate(ranks)]
-        while not has_room(self.machines, [parts for parts, _ in marked]):
-            over = self._crowded([parts for parts, _ in marked])
+        while over := set(_find_crowded(self.machines, [parts for parts, _ in marked])):
             able = [
                 i for i, (parts, keep) in enumerate(marked) if not keep and any(part.pool in over for part in parts)
             ]
@@ -344,15 +355,6 @@ class Moves:
         more = self._filled(found)
         if len(more) > len(found):
             yield more
-
-    def _crowded(self, ranks: Ranks) -> set[int]:
-        """Returns the numbers of the pools that have too few devices for these stages."""
-        pools = {part.pool for parts in ranks for part in parts}
-        return {
-            pool
-            for pool in pools
-            if not has_room(self.machines, [tuple(part for part in parts if part.pool == pool) for parts in ranks])
-        }
 
     def _filled(self, ranks: Ranks) -> Ranks:
         """Returns the ranks with copies of each pool's most frequent stage added as long as its devices suffice."""

@@ -22,6 +22,7 @@ from cost_model.analytic.layer_costs import Model
 from cost_model.cluster.cluster_file import Cluster, HostEntry
 from cost_model.cluster.pools import Machines, Pool
 from whale.errors import PlanError
+from whale.ir.collector import suspend_garbage_collection
 from whale.ir.strategy import Offload, ParallelStrategy, Recompute
 from whale.planner.analytic_search.candidates import Constraints, SearchResult
 from whale.planner.analytic_search.estimate import divisors, least_s
@@ -77,10 +78,11 @@ def _run_sequence(model: Model, machines: Machines, batch: int, limits: Constrai
             action="give a batch of at least 1",
         )
     sequence = _Sequence(model, machines, batch, limits)
-    try:
-        sequence.run()
-    except OutOfWork:
-        sequence.cut = "the processor's time" if sequence.work.late else "the budget"
+    with suspend_garbage_collection():  # a search keeps what it makes, and nearly all the rest is in no cycle
+        try:
+            sequence.run()
+        except OutOfWork:
+            sequence.cut = "the processor's time" if sequence.work.late else "the budget"
     return sequence
 
 
