@@ -127,7 +127,8 @@ class _Sequence:
         first, now = self.found[0], self._leave_idle_out()
         gone_on = [now, first] if now.machines is first.machines else [now]
         now.go_on(IMPROVED)
-        self._convert_rows()
+        while self._convert_rows():
+            pass
         self._fix_choices()
         tried = [self.machines.cluster]
         used = {pool.host.name for pool in self._list_used(self.found[0])}
@@ -304,7 +305,7 @@ class _Sequence:
         few_rows = self.batch < self.machines.devices
         below_s = 0.0 if few_rows else math.inf
         first = self._begin(self.model, self.machines, self.limits, IMPROVED, below_s, exactly=False)
-        divided = self._divide_rows() if self._is_bound() else []
+        divided = self._divide_rows() if self._is_bound() or self._divides_rows() else []
         self._improve_listed([first, *divided] if few_rows else divided)
         for zero, offload in self._modes():
             known_s = ROUGHLY * self.found[0].fastest[1].step_s if self.found else math.inf  # type: ignore[index]
@@ -355,11 +356,18 @@ class _Sequence:
             context, listed_s = 2 * context, one.listed_s
         return found
 
-    def _convert_rows(self) -> None:
+    def _convert_rows(self) -> bool:
         """Tries the fastest strategies with half and twice their context-parallel degree, and continues with a faster
         result.
+
+        Parts of rows can be divided into micro-batches more finely than rows, which a converted strategy does not use
+        yet. So a converted strategy that is nearly as fast is improved before it is compared.
+
+        Returns:
+            True if a result is faster, so that another degree may be faster still.
         """
         best = self.found[0]
+        known_s = best.fastest[1].step_s  # type: ignore[index]
         for context in (best.context // 2, 2 * best.context) if self.limits.context is None else ():
             tokens = self.model.sequence
             if not context or tokens % context or tokens // context < LEAST_TOKENS:
@@ -370,9 +378,13 @@ class _Sequence:
             known = sorted(((seconds, strategy) for seconds, strategy, _ in best.kept.entries), key=lambda e: e[0])
             for converted in filter(None, (_divide_tokens(strategy, context) for _, strategy in known[:TAKEN_ALONG])):
                 one.consider(converted)
-            if one.fastest is not None and one.fastest[1].step_s < best.fastest[1].step_s:  # type: ignore[index]
-                self.searches.append(one)
-                one.go_on(IMPROVED)
+            if one.fastest is not None and one.fastest[1].step_s < CLOSE * known_s:
+                one.improve_listed(IMPROVED_PART)
+                if one.fastest[1].step_s < known_s:
+                    self.searches.append(one)
+                    one.go_on(IMPROVED)
+                    return True
+        return False
 
     def _begin(
         self,
