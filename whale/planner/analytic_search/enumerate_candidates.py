@@ -260,10 +260,12 @@ class Families(Estimates):
                         for (pool, tensor, n), m in zip(kinds, most))  # fmt: skip
             if self.far_behind(ROUGHLY * (micro_batches + stages - 1) * rows / speed / stages):
                 continue
-            for how in self.recomputes():
+            for how, spread in itertools.product(self.recomputes(), self._expert_degrees()):
 
-                def predict_whole_s(pool: int, tensor: int, n: int, how: tuple[str, bool] = how) -> float:
-                    return self.shared_s(pool, tensor, n, how)
+                def predict_whole_s(
+                    pool: int, tensor: int, n: int, how: tuple[str, bool] = how, spread: int = spread
+                ) -> float:
+                    return self.shared_s(pool, tensor, n, how, spread)
 
                 fixed = rows // replicas if self.context > 1 else limits.micro_batch
                 if limits.micro_batch not in (None, fixed):
@@ -275,13 +277,16 @@ class Families(Estimates):
                     parts = alike if rows == replicas * fixed and fixed <= min(most) else None
                 if parts is None or any(p.rows < least for p in parts):
                     continue
-                slowest = max(self.predict_whole(p.pool, p.tensor, p.rows, how)[1] for p in parts) / stages
+                slowest = max(self.predict_whole(p.pool, p.tensor, p.rows, how, spread)[1] for p in parts) / stages
                 reduce_s, update_s = self.predict_after_s(parts, how, stages)
                 reduce_s = self.predict_reduced_s(reduce_s, slowest, stages, 1, micro_batches)
                 slowest += self.sends_s(parts, how[1]) if stages > 1 else 0.0
                 estimate_s = (micro_batches + stages - 1) * slowest + reduce_s + update_s
                 estimate_s += self.tied_s(parts[0], parts[0], stages)
-                shape = how[0], stages.bit_length(), max(k[1] for k in kinds), tuple(k[0] for k in kinds), "mixed"
+                shape = how[0], stages.bit_length(), max(k[1] for k in kinds), tuple(k[0] for k in kinds), spread, "mixed"
                 if not self.keeps(estimate_s, shape):
                     continue
-                yield self.noted(Candidate(estimate_s, ((parts, stages),), self.settings(micro_batches, how)))
+                settings = self.settings(micro_batches, how)
+                if spread:
+                    settings = msgspec.structs.replace(settings, expert_ranks=spread)
+                yield self.noted(Candidate(estimate_s, ((parts, stages),), settings))

@@ -107,20 +107,20 @@ class Estimates:
             self.each[key] = one, total, total / count
         return self.each[key]
 
-    def _find_shared_s(self, pool: int, tensor: int, rows: int, how: tuple[str, bool]) -> float:
+    def _find_shared_s(self, pool: int, tensor: int, rows: int, how: tuple[str, bool], ways: int = 0) -> float:
         """Returns the seconds of both passes of all layers on one rank, by which unequal replicas share rows.
 
         To save time, a model with formulas is computed for the row counts `GRID_ROWS` only, and interpolated linearly
-        between.
+        between. For `ways` see `predict_whole`.
         """
         if rows < GRID_ROWS[2] or rows > GRID_ROWS[-1] or self.model.row_choices(pool, tensor) is not None:
-            return self.predict_whole(pool, tensor, rows, how)[1]
+            return self.predict_whole(pool, tensor, rows, how, ways)[1]
         at = bisect_left(GRID_ROWS, rows)
         high, low = GRID_ROWS[at], GRID_ROWS[at - 1]
-        high_s = self.predict_whole(pool, tensor, high, how)[1]
+        high_s = self.predict_whole(pool, tensor, high, how, ways)[1]
         if rows == high:
             return high_s
-        low_s = self.predict_whole(pool, tensor, low, how)[1]
+        low_s = self.predict_whole(pool, tensor, low, how, ways)[1]
         return low_s + (high_s - low_s) * (rows - low) / (high - low)
 
     def _list_rows(self, pool: int, tensor: int) -> list[int]:

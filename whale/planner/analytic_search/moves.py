@@ -82,12 +82,15 @@ class Moves:
         batch: rows of a step, times `context`.
         tensors: pool -> tensor-parallel degrees allowed there.
         allowed: returns True if a stage may contain a device group.
-        seconds: (pool, tensor, rows) -> seconds of a micro-batch, by which unequal replicas share rows.
+        seconds: (pool, tensor, rows, ways) -> seconds of a micro-batch, by which unequal replicas share rows; see
+            `Estimates.predict_whole` for `ways`.
         most_rows: (pool, tensor) -> largest micro-batch of a rank.
         runnable: the replicas of a stage must have equal tensor-parallel degrees.
         context: context-parallel degree; above 1 the replicas of each device group are a multiple of it, with equal
             rows.
         experts: the replicas of a stage have to be a multiple of this.
+        ways: degrees of expert parallelism by whose seconds rows are shared: devices that are fast by themselves may be
+            slow at exchanging tokens.
         known: results of `allows`.
     """
 
@@ -96,11 +99,12 @@ class Moves:
     batch: int
     tensors: Callable[[int], list[int]]
     allowed: Callable[[DeviceGroup], bool]
-    seconds: Callable[[int, int, int], float]
+    seconds: Callable[[int, int, int, int], float]
     most_rows: Callable[[int, int], int]
     runnable: bool
     context: int = 1
     experts: int = 1
+    ways: tuple[int, ...] = (0,)
     known: dict[tuple[DeviceGroup, ...], bool] = field(default_factory=dict)
 
     def of_ranks(self, strategy: ParallelStrategy) -> Iterator[tuple[int, Ranks]]:
@@ -211,8 +215,7 @@ class Moves:
         for replicas in sorted({1, part.replicas // 2, part.replicas, 2 * part.replicas, most // stages, most}):
             if 0 < replicas <= most:
                 kinds = {(part.pool, part.tensor): part.replicas, (pool.number, part.tensor): replicas}
-                if found := self.share(kinds, rows):
-                    yield found
+                yield from filter(None, (self.share(kinds, rows, ways) for ways in self.ways))
 
     def _other_mixes(self, parts: tuple[DeviceGroup, ...]) -> Iterator[tuple[DeviceGroup, ...]]:
         """Yields changes of a stage with unequal replicas: of their rows, their numbers, or their tensor-parallel
@@ -225,24 +228,31 @@ class Moves:
             kinds[part.pool, part.tensor] = kinds.get((part.pool, part.tensor), 0) + part.replicas
         for key, count in kinds.items():
             for replicas in {count - 1, count + 1, count // 2, 2 * count, 0}:
-                if replicas != count and (found := self.share({**kinds, key: replicas}, rows)):
-                    yield found
+                if replicas != count:
+                    other = {**kinds, key: replicas}
+                    yield from filter(None, (self.share(other, rows, ways) for ways in self.ways))
+        yield from filter(None, (self.share(kinds, rows, ways) for ways in self.ways[1:]))
         for factor in (2, 0.5):
             other = {(pool, int(tensor * factor)): int(n / factor) for (pool, tensor), n in kinds.items()}
-            if all(tensor in self.tensors(pool) for pool, tensor in other) and (found := self.share(other, rows)):
-                yield found
+            if all(tensor in self.tensors(pool) for pool, tensor in other):
+                yield from filter(None, (self.share(other, rows, ways) for ways in self.ways))
 
-    def share(self, kinds: dict[tuple[int, int], int], rows: int) -> tuple[DeviceGroup, ...] | None:
+    def share(self, kinds: dict[tuple[int, int], int], rows: int, ways: int = 0) -> tuple[DeviceGroup, ...] | None:
         """Returns device groups whose replicas share `rows` by speed; None: there are fewer rows than replicas, or too
         many rows.
 
         Args:
             kinds: {(pool, tensor-parallel degree): number of replicas}.
+            ways: degree of expert parallelism with which speeds are computed.
         """
+
+        def predict_s(pool: int, tensor: int, n: int) -> float:
+            return self.seconds(pool, tensor, n, ways)
+
         own = [(pool, tensor, n) for (pool, tensor), n in kinds.items() if n > 0]
         if not own or sum(n for _, _, n in own) > rows:
             return None
-        return row_shares(own, rows, self.seconds, [self.most_rows(pool, tensor) for pool, tensor, _ in own])
+        return row_shares(own, rows, predict_s, [self.most_rows(pool, tensor) for pool, tensor, _ in own])
 
     def _other_counts(self, micro_batches: int, ranks: Ranks) -> Iterator[tuple[int, Ranks]]:
         """Yields changes of the number of stages: one removed, a copy of one added, a run halved or doubled, one added

@@ -113,7 +113,8 @@ class RandomMoves:
             return None
         now = kinds.get((pool.number, tensor), 0)
         kinds[pool.number, tensor] = r.choice((0, now + 1, max(0, now - 1), r.randint(0, most), most // len(some)))
-        return self._with_parts(strategy, some, self.moves.share(kinds, strategy.stages[0].rows))
+        ways = r.choice(self.moves.ways) if len(self.moves.ways) > 1 else self.moves.ways[0]
+        return self._with_parts(strategy, some, self.moves.share(kinds, strategy.stages[0].rows, ways))
 
     def _other_micro_batches(self, r: random.Random, strategy: ParallelStrategy) -> ParallelStrategy | None:
         known = divisors(self.moves.batch)

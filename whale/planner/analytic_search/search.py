@@ -176,11 +176,12 @@ class Search(Families):
             self.batch,
             self.tensors,
             self.is_allowed,
-            lambda pool, tensor, rows: self.shared_s(pool, tensor, rows, self.recomputes()[0]),
+            lambda pool, tensor, rows, ways: self.shared_s(pool, tensor, rows, self.recomputes()[0], ways),
             lambda pool, tensor: self.rows_of(pool, tensor)[-1],
             limits.runnable,
             self.context,
             limits.experts or 1,
+            (0, 1) if model.experts and limits.experts is None else (0,),
         )
         self.random = RandomMoves(
             self.moves,
