@@ -89,8 +89,6 @@ class Moves:
         context: context-parallel degree; above 1 the replicas of each device group are a multiple of it, with equal
             rows.
         experts: the replicas of a stage have to be a multiple of this.
-        ways: degrees of expert parallelism by whose seconds rows are shared: devices that are fast by themselves may be
-            slow at exchanging tokens.
         known: results of `allows`.
     """
 
@@ -104,20 +102,19 @@ class Moves:
     runnable: bool
     context: int = 1
     experts: int = 1
-    ways: tuple[int, ...] = (0,)
     known: dict[tuple[DeviceGroup, ...], bool] = field(default_factory=dict)
 
     def of_ranks(self, strategy: ParallelStrategy) -> Iterator[tuple[int, Ranks]]:
         """Yields (micro-batches, device groups of each stage) after each change that requires layers to be assigned
         anew.
         """
-        ranks = [stage.parts for stage in strategy.stages]
+        ranks, ways = [stage.parts for stage in strategy.stages], strategy.expert_ranks
         known = {(strategy.micro_batches, tuple(ranks))}
         for micro_batches, changed in itertools.chain(
-            self._other_parts(strategy.micro_batches, ranks),
+            self._other_parts(strategy.micro_batches, ranks, ways),
             self._other_counts(strategy.micro_batches, ranks),
-            self._other_micro_batches(strategy.micro_batches, ranks),
-            self._without_pools(strategy.micro_batches, ranks),
+            self._other_micro_batches(strategy.micro_batches, ranks, ways),
+            self._without_pools(strategy.micro_batches, ranks, ways),
             self._other_orders(strategy.micro_batches, ranks),
         ):
             key = micro_batches, tuple(changed)
@@ -162,21 +159,27 @@ class Moves:
             at += length
         return list(dict.fromkeys(found))[:MOST_GROUPS]
 
-    def _other_parts(self, micro_batches: int, ranks: Ranks) -> Iterator[tuple[int, Ranks]]:
-        """Yields changes of some stages' tensor-parallel degree, replicas, rows per replica, or pool."""
+    def _other_parts(self, micro_batches: int, ranks: Ranks, ways: int) -> Iterator[tuple[int, Ranks]]:
+        """Yields changes of some stages' tensor-parallel degree, replicas, rows per replica, or pool.
+
+        Args:
+            ways: the strategy's expert-parallel degree (see `share`).
+        """
         for group in self._groups(ranks):
             new: dict[tuple[DeviceGroup, ...], list[tuple[DeviceGroup, ...]]] = {}
             for parts in dict.fromkeys(ranks[i] for i in sorted(group)):
-                new[parts] = list(dict.fromkeys(self._other_parts_of(parts, len(ranks))))
+                new[parts] = list(dict.fromkeys(self._other_parts_of(parts, len(ranks), ways)))
             # Stages on different groups are changed one kind at a time, or all by their changes with equal index.
             for kinds in ([[one] for one in new] if len(new) > 1 else []) + [list(new)]:
                 for number in range(min(len(new[one]) for one in kinds)):
                     changed = [new[p][number] if i in group and p in kinds else p for i, p in enumerate(ranks)]
                     yield from ((micro_batches, one) for one in self._paid(changed, group))
 
-    def _other_parts_of(self, parts: tuple[DeviceGroup, ...], stages: int) -> Iterator[tuple[DeviceGroup, ...]]:
+    def _other_parts_of(
+        self, parts: tuple[DeviceGroup, ...], stages: int, ways: int
+    ) -> Iterator[tuple[DeviceGroup, ...]]:
         if len(parts) > 1:
-            yield from self._other_mixes(parts)
+            yield from self._other_mixes(parts, ways)
             return
         (part,) = parts
         rows, pools = part.rows * part.replicas, self.machines.pools
@@ -195,9 +198,9 @@ class Moves:
                 for tensor in {part.tensor, *_near(self.tensors(pool.number), part.tensor)}:
                     if tensor in self.tensors(pool.number):
                         yield (DeviceGroup(pool.number, tensor, part.replicas, part.rows),)
-                yield from self._mixed_with(part, pool, stages)
+                yield from self._mixed_with(part, pool, stages, ways)
 
-    def _mixed_with(self, part: DeviceGroup, pool: Pool, stages: int) -> Iterator[tuple[DeviceGroup, ...]]:
+    def _mixed_with(self, part: DeviceGroup, pool: Pool, stages: int, ways: int) -> Iterator[tuple[DeviceGroup, ...]]:
         """Yields stages that share the rows of `part` between its replicas and some on `pool`, in proportion to their
         speed.
 
@@ -208,6 +211,7 @@ class Moves:
             part: replicas of a stage, all on one pool.
             pool: the pool to add replicas on.
             stages: number of stages that may be changed alike.
+            ways: the strategy's expert-parallel degree (see `share`).
         """
         if part.tensor not in self.tensors(pool.number):
             return
@@ -215,11 +219,15 @@ class Moves:
         for replicas in sorted({1, part.replicas // 2, part.replicas, 2 * part.replicas, most // stages, most}):
             if 0 < replicas <= most:
                 kinds = {(part.pool, part.tensor): part.replicas, (pool.number, part.tensor): replicas}
-                yield from filter(None, (self.share(kinds, rows, ways) for ways in self.ways))
+                if found := self.share(kinds, rows, ways):
+                    yield found
 
-    def _other_mixes(self, parts: tuple[DeviceGroup, ...]) -> Iterator[tuple[DeviceGroup, ...]]:
+    def _other_mixes(self, parts: tuple[DeviceGroup, ...], ways: int) -> Iterator[tuple[DeviceGroup, ...]]:
         """Yields changes of a stage with unequal replicas: of their rows, their numbers, or their tensor-parallel
         degree.
+
+        Args:
+            ways: the strategy's expert-parallel degree (see `share`).
         """
         rows = sum(part.replicas * part.rows for part in parts)
         yield from variants(parts)[1:]
@@ -228,22 +236,24 @@ class Moves:
             kinds[part.pool, part.tensor] = kinds.get((part.pool, part.tensor), 0) + part.replicas
         for key, count in kinds.items():
             for replicas in {count - 1, count + 1, count // 2, 2 * count, 0}:
-                if replicas != count:
-                    other = {**kinds, key: replicas}
-                    yield from filter(None, (self.share(other, rows, ways) for ways in self.ways))
-        yield from filter(None, (self.share(kinds, rows, ways) for ways in self.ways[1:]))
+                if replicas != count and (found := self.share({**kinds, key: replicas}, rows, ways)):
+                    yield found
+        if ways and (found := self.share(kinds, rows, ways)):  # rows may have been shared under another degree
+            yield found
         for factor in (2, 0.5):
             other = {(pool, int(tensor * factor)): int(n / factor) for (pool, tensor), n in kinds.items()}
-            if all(tensor in self.tensors(pool) for pool, tensor in other):
-                yield from filter(None, (self.share(other, rows, ways) for ways in self.ways))
+            fits = all(tensor in self.tensors(pool) for pool, tensor in other)
+            if fits and (found := self.share(other, rows, ways)):
+                yield found
 
-    def share(self, kinds: dict[tuple[int, int], int], rows: int, ways: int = 0) -> tuple[DeviceGroup, ...] | None:
+    def share(self, kinds: dict[tuple[int, int], int], rows: int, ways: int) -> tuple[DeviceGroup, ...] | None:
         """Returns device groups whose replicas share `rows` by speed; None: there are fewer rows than replicas, or too
         many rows.
 
         Args:
             kinds: {(pool, tensor-parallel degree): number of replicas}.
-            ways: degree of expert parallelism with which speeds are computed.
+            ways: expert-parallel degree with which speeds are computed (`Estimates.predict_whole`): devices that are
+                fast by themselves may be slow at exchanging tokens.
         """
 
         def predict_s(pool: int, tensor: int, n: int) -> float:
@@ -276,14 +286,17 @@ class Moves:
                         for place in {0, 1, len(ranks) - 1, len(ranks)}:
                             yield micro_batches, [*ranks[:place], own, *ranks[place:]]
 
-    def _other_micro_batches(self, micro_batches: int, ranks: Ranks) -> Iterator[tuple[int, Ranks]]:
+    def _other_micro_batches(self, micro_batches: int, ranks: Ranks, ways: int) -> Iterator[tuple[int, Ranks]]:
         """Yields changes of the number of micro-batches, compensated by rows per replica or by the number of
         replicas.
+
+        Args:
+            ways: the strategy's expert-parallel degree (see `share`).
         """
         for other in _near(divisors(self.batch), micro_batches, 3):
             of: dict[tuple[DeviceGroup, ...], tuple[DeviceGroup, ...] | None] = {}
             for parts in dict.fromkeys(ranks):
-                of[parts] = self.with_rows(parts, self.batch // other)
+                of[parts] = self.with_rows(parts, self.batch // other, ways)
             if all(of.values()):
                 yield other, [of[parts] or parts for parts in ranks]
             more: dict[tuple[DeviceGroup, ...], tuple[DeviceGroup, ...]] = {}
@@ -296,19 +309,26 @@ class Moves:
                 changed = [more[parts] for parts in ranks]
                 yield from ((other, one) for one in self._paid(changed, frozenset()))
 
-    def with_rows(self, parts: tuple[DeviceGroup, ...], rows: int) -> tuple[DeviceGroup, ...] | None:
-        """Returns the same replicas with `rows` rows of a micro-batch in all; None: the replicas cannot divide them."""
+    def with_rows(self, parts: tuple[DeviceGroup, ...], rows: int, ways: int) -> tuple[DeviceGroup, ...] | None:
+        """Returns the same replicas with `rows` rows of a micro-batch in all; None: the replicas cannot divide them.
+
+        Args:
+            ways: the strategy's expert-parallel degree (see `share`).
+        """
         if len(parts) == 1:
             replicas = parts[0].replicas
             return None if rows % replicas else (msgspec.structs.replace(parts[0], rows=rows // replicas),)
         kinds: dict[tuple[int, int], int] = {}
         for part in parts:
             kinds[part.pool, part.tensor] = kinds.get((part.pool, part.tensor), 0) + part.replicas
-        return self.share(kinds, rows)
+        return self.share(kinds, rows, ways)
 
-    def _without_pools(self, micro_batches: int, ranks: Ranks) -> Iterator[tuple[int, Ranks]]:
+    def _without_pools(self, micro_batches: int, ranks: Ranks, ways: int) -> Iterator[tuple[int, Ranks]]:
         """Yields the ranks without one pool: its stages removed, and its replicas removed from stages that have
         others.
+
+        Args:
+            ways: the strategy's expert-parallel degree (see `share`).
         """
         used = {part.pool for parts in ranks for part in parts}
         rows = sum(part.rows * part.replicas for part in ranks[0])
@@ -319,7 +339,7 @@ class Moves:
                 for part in parts:
                     if part.pool != pool:
                         kept[part.pool, part.tensor] += part.replicas
-                own = parts if all(p.pool != pool for p in parts) else self.share(kept, rows) if kept else None
+                own = parts if all(p.pool != pool for p in parts) else self.share(kept, rows, ways) if kept else None
                 left += [own] if own else []
             yield from ((micro_batches, one) for one in self._paid(left, frozenset()))
 

@@ -113,8 +113,8 @@ class RandomMoves:
             return None
         now = kinds.get((pool.number, tensor), 0)
         kinds[pool.number, tensor] = r.choice((0, now + 1, max(0, now - 1), r.randint(0, most), most // len(some)))
-        ways = r.choice(self.moves.ways) if len(self.moves.ways) > 1 else self.moves.ways[0]
-        return self._with_parts(strategy, some, self.moves.share(kinds, strategy.stages[0].rows, ways))
+        mixed = self.moves.share(kinds, strategy.stages[0].rows, strategy.expert_ranks)
+        return self._with_parts(strategy, some, mixed)
 
     def _other_micro_batches(self, r: random.Random, strategy: ParallelStrategy) -> ParallelStrategy | None:
         known = divisors(self.moves.batch)
@@ -124,7 +124,8 @@ class RandomMoves:
         of: dict[tuple[DeviceGroup, ...], tuple[DeviceGroup, ...] | None] = {}
         for stage in strategy.stages:
             if stage.parts not in of:
-                of[stage.parts] = self.moves.with_rows(stage.parts, self.moves.batch // known[at])
+                rows = self.moves.batch // known[at]
+                of[stage.parts] = self.moves.with_rows(stage.parts, rows, strategy.expert_ranks)
         if not all(of.values()):
             return None
         stages = tuple(Stage(stage.layers, of[stage.parts] or ()) for stage in strategy.stages)

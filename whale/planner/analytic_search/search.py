@@ -181,7 +181,6 @@ class Search(Families):
             limits.runnable,
             self.context,
             limits.experts or 1,
-            (0, 1) if model.experts and limits.experts is None else (0,),
         )
         self.random = RandomMoves(
             self.moves,
