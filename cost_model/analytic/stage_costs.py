@@ -45,7 +45,6 @@ COUNT_BYTES = 8  # of the number of tokens that one rank sends to an expert
 PASSES = 2  # forward and backward, over which the counts of tokens are spread: only the forward pass exchanges them
 
 
-
 class StageCost(msgspec.Struct, frozen=True):
     """Holds the cost of one stage: seconds of its passes and of the end of the step, and memory of its ranks.
 

@@ -264,6 +264,34 @@ def test_ranks_divide_the_tokens_of_long_sequences() -> None:
     assert (fixed.context, {stage.replicas for stage in fixed.stages}, fixed.batch) == (32, {32}, 4)
 
 
+def test_rows_that_take_several_micro_batches_are_divided_more_finely() -> None:
+    """Nine rows for each of eight devices go one by one, since three do not fit; nine quarters of a row do."""
+    one = case(314)
+    model = one.model()
+    found = search(model, model.machines, one.batch, Constraints(budget_s=1.5))
+    whole = search(model, model.machines, one.batch, Constraints(budget_s=0.5, context=1))
+    assert whole.strategy.micro_batches == 9 and found.strategy.context == 4
+    assert found.fastest_s < 0.94 * whole.fastest_s
+
+
+def test_unequal_devices_share_rows_by_their_speed_under_the_plans_expert_parallel_degree() -> None:
+    """Eight T4s exchange tokens more slowly than two P100s, but are faster where each has all experts."""
+    one = case(320)
+    model = one.model()
+    moves = Search(model, model.machines, one.batch, Constraints()).moves
+    kinds = {(0, 1): 8, (1, 1): 2}
+    exchanging, alone = (moves.share(kinds, one.batch, ways) for ways in (0, 1))
+    assert exchanging is not None and alone is not None
+
+    def slowest_s(parts: tuple[DeviceGroup, ...]) -> float:
+        return max(moves.seconds(part.pool, part.tensor, part.rows, 1) for part in parts)
+
+    assert slowest_s(alone) < 0.95 * slowest_s(exchanging)
+    found = search(model, model.machines, one.batch, Constraints(budget_s=1.0))
+    assert found.strategy.expert_ranks == 1
+    assert slowest_s(found.strategy.stages[0].parts) <= slowest_s(alone) * (1 + ROUNDING)
+
+
 def test_experts_have_a_degree_of_their_own() -> None:
     """Between hosts an all-to-all is slow: each host has all experts, although more ranks could divide them."""
     where = cluster_file.parse(

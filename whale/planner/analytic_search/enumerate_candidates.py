@@ -283,7 +283,8 @@ class Families(Estimates):
                 slowest += self.sends_s(parts, how[1]) if stages > 1 else 0.0
                 estimate_s = (micro_batches + stages - 1) * slowest + reduce_s + update_s
                 estimate_s += self.tied_s(parts[0], parts[0], stages)
-                shape = how[0], stages.bit_length(), max(k[1] for k in kinds), tuple(k[0] for k in kinds), spread, "mixed"
+                pools = tuple(k[0] for k in kinds)
+                shape = how[0], stages.bit_length(), max(k[1] for k in kinds), pools, spread, "mixed"
                 if not self.keeps(estimate_s, shape):
                     continue
                 settings = self.settings(micro_batches, how)

@@ -3,7 +3,7 @@
 The steps always come in the same order, and the budget only decides after which one the search ends: a larger budget
 never gives a slower plan, and a busy machine gives the same plan as an idle one.
 
-Decisions: 0077, 0158, 0172, 0187, 0194, 0195.
+Decisions: 0077, 0158, 0172, 0187, 0194, 0195, 0209.
 """
 
 from __future__ import annotations
@@ -296,16 +296,16 @@ class _Sequence:
     def run_on_all(self) -> None:
         """Searches on all devices.
 
-        ZeRO 1 (and 0) without offload is tried first. If the result shows that memory is scarce (it recomputes or
-        divides tensors or layers), ZeRO 3 is tried too (also if it has several micro-batches), and context parallelism
-        with 2, 4, ... ranks as long as that helps. If nothing fits, all ZeRO levels are tried, with offload of state
+        ZeRO 1 (and 0) without offload is tried first. If the result shows that memory is scarce (it recomputes,
+        divides tensors or layers, or has several micro-batches), ZeRO 3 is tried too, and context parallelism with 2,
+        4, ... ranks as long as that helps. If nothing fits, all ZeRO levels are tried, with offload of state
         and weights where the cluster file gives the hosts' memory. With fewer rows than devices, candidates with all
         context-parallel degrees are listed before any is improved, since the best plan may need context parallelism.
         """
         few_rows = self.batch < self.machines.devices
         below_s = 0.0 if few_rows else math.inf
         first = self._begin(self.model, self.machines, self.limits, IMPROVED, below_s, exactly=False)
-        divided = self._divide_rows() if self._is_bound() or self._divides_rows() else []
+        divided = self._divide_rows() if self._is_bound() else []
         self._improve_listed([first, *divided] if few_rows else divided)
         for zero, offload in self._modes():
             known_s = ROUGHLY * self.found[0].fastest[1].step_s if self.found else math.inf  # type: ignore[index]
@@ -317,18 +317,15 @@ class _Sequence:
             one.look_at_all()
 
     def _is_bound(self) -> bool:
-        """Returns True if memory seems scarce: nothing fits yet, or the fastest strategy divides tensors or layers or
-        recomputes.
+        """Returns True if memory seems scarce: nothing fits yet, or the fastest strategy divides tensors or layers,
+        recomputes, or has several micro-batches, of which fewer may not fit.
         """
         if not self.found:
             return True
         s = self.found[0].fastest[0]  # type: ignore[index]
         parts = [part for stage in s.stages for part in stage.parts]
-        return set(s.recomputes) != {"none"} or len(s.stages) > 1 or any(part.tensor > 1 for part in parts)
-
-    def _divides_rows(self) -> bool:
-        """Returns True if the fastest strategy has several micro-batches, of which fewer may not fit into memory."""
-        return bool(self.found) and self.found[0].fastest[0].micro_batches > 1  # type: ignore[index]
+        divided = len(s.stages) > 1 or s.micro_batches > 1 or any(part.tensor > 1 for part in parts)
+        return divided or set(s.recomputes) != {"none"}
 
     def _improve_listed(self, listed: Sequence[Search]) -> None:
         """Improves the candidates of several searches, the best search first, and skips searches that are far
@@ -406,7 +403,7 @@ class _Sequence:
 
     def _modes(self) -> list[tuple[int, Offload]]:
         """Returns further (ZeRO level, offload) pairs that are worth a search and that the user leaves free."""
-        limits, bound = self.limits, self._is_bound() or self._divides_rows()
+        limits, bound = self.limits, self._is_bound()
         if self.found:
             return [(3, "none")] if bound and limits.zero is None and limits.offload in (None, "none") else []
         hosts = all(pool.host_bytes for pool in self.machines.pools)
