@@ -27,6 +27,7 @@ from whale.errors import ClusterError, PlanError
 NotNegative = Annotated[float, Meta(ge=0)]
 Part = Annotated[float, Meta(ge=0, le=1)]
 Module = Literal["core", "norms", "activation", "queries", "network"]
+_WHOLE_BYTES = {dtype: math.ceil(size) for dtype, size in SIZE_BYTES.items()}
 EXPERT_STREAMS = 4  # TransformerEngine, common/include/transformer_engine/gemm.h, num_streams
 # When a pipeline's stages gather and sum what ZeRO 2 and 3 divide (see `Stack.shards_stages`).
 When = Literal["pass", "step", "chunk"]
@@ -178,7 +179,7 @@ class Stack(catalogue.Entry, frozen=True):
     @property
     def element_bytes(self) -> int:
         """Returns the bytes of one element of activations, weights and gradients, rounded up."""
-        return math.ceil(SIZE_BYTES[self.dtype])
+        return _WHOLE_BYTES[self.dtype]
 
     @property
     def operand_bytes(self) -> float:

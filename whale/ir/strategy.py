@@ -164,10 +164,11 @@ class ParallelStrategy(msgspec.Struct, frozen=True):
 
         The first stage's value becomes the strategy's own, which equal stages inherit.
         """
-        stages = tuple(
-            msgspec.structs.replace(stage, recompute=None if how == each[0] else how)
-            for stage, how in zip(self.stages, each)
-        )
+        own = [None if how == each[0] else how for how in each]
+        stages = tuple([
+            stage if stage.recompute == how else msgspec.structs.replace(stage, recompute=how)
+            for stage, how in zip(self.stages, own)
+        ])  # fmt: skip
         return msgspec.structs.replace(self, stages=stages, recompute=each[0])
 
     @property

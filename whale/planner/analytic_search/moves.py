@@ -37,9 +37,11 @@ def _find_crowded(machines: Machines, ranks: Iterable[tuple[DeviceGroup, ...]]) 
             if (own := wanted.get(part.pool)) is None:
                 own = wanted[part.pool] = {}
             own[part.tensor] = own.get(part.tensor, 0) + part.replicas
-    for number, groups in wanted.items():
-        pool = machines.pools[number]
-        if not _fit_on_hosts(pool.entry.count, pool.host.count, tuple(sorted(groups.items(), reverse=True))):
+    for number, of_tensor in wanted.items():
+        pool, groups = machines.pools[number], tuple(of_tensor.items())
+        if len(groups) > 1:
+            groups = tuple(sorted(groups, reverse=True))
+        if not _fit_on_hosts(pool.entry.count, pool.host.count, groups):
             yield number
 
 
