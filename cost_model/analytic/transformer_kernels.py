@@ -6,6 +6,8 @@ hidden, t tensor-parallel ranks. The bytes of pointwise kernels are those of Kor
 recomputation in large transformer models", 2022, section 4, plus the bytes that each kernel writes: `2 e` for an
 element that is read and written, `3 e` for two that are read and one that is written, 1 for a dropout mask, where e is
 the bytes of an element. The last number of a `Streaming` is how many kernels eager frameworks launch for it.
+
+Kernels are structs, which are made several times faster than frozen dataclasses: a search makes hundreds of thousands.
 """
 
 from __future__ import annotations

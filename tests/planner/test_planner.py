@@ -90,7 +90,9 @@ def test_a_uniform_spread_is_predicted_as_a_job(p):
             "   networks: {f: {nics: 4, far_gb_per_s: 6.1}}}\n"
         )
     )
-    fixed = Constraints(p.stages, p.tensor, p.data, p.micro_batch, p.micro_batches, p.recompute, p.zero, p.chunks)
+    fixed = Constraints(
+        p.stages, p.tensor, p.data, p.micro_batch, p.micro_batches, p.recompute, p.zero, p.chunks, context=p.context
+    )
     found = search(TransformerModel(t, software, machines), machines, p.batch, fixed)
     job = predict(t, p, software, machines.cluster)
     own = evaluate(TransformerModel(t, software, machines), machines, job.strategy)
