@@ -6,7 +6,7 @@ while a step is traced (e.g. on nodes of the backward pass), and which become th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, ItemsView, Iterator, Mapping, ValuesView
 from functools import cache, lru_cache
 from typing import Any
 
@@ -195,6 +195,16 @@ class NodeAttrs(Mapping[str, Any]):
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._known or self._decode_all())
+
+    def items(self) -> ItemsView[str, Any]:
+        """Returns the attributes' names and values; of small ones without a call for each."""
+        known = self._known or self._decode_all()
+        return super().items() if known.large else known.items()
+
+    def values(self) -> ValuesView[Any]:
+        """Returns the attributes' values; small ones without a call for each."""
+        known = self._known or self._decode_all()
+        return super().values() if known.large else known.values()
 
     def __len__(self) -> int:
         return len(self._known or self._decode_all())

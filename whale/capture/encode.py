@@ -119,30 +119,38 @@ def encode_node_def(node: Node, name: str, inputs: Sequence[str], known: dict[in
 
     Args:
       inputs: operands as a GraphDef spells them (``a``, ``a:1``), then control inputs (``^a``).
-      known: cache of NodeDefs by ``id(node.attrs)``, for attribute dicts that several nodes share; it is added to.
+      known: cache of NodeDefs by ``id(node.attrs)``, for attributes that several nodes share; it is added to. The
+        caller keeps the attributes alive as long as the cache.
     """
-    node_def = node_def_pb2.NodeDef()
     attrs = node.attrs
-    if isinstance(attrs, NodeAttrs) and attrs.node_def.op == node.op:
-        node_def.CopyFrom(attrs.node_def)
-        for key in _DROPPED:
-            node_def.attr.pop(key, None)
-    elif known is not None and id(attrs) in known and known[id(attrs)].op == node.op:
-        node_def.CopyFrom(known[id(attrs)])
-        node_def.attr.pop(RECOMPUTED, None)
-    else:
-        node_def.op = node.op
-        kinds = find_attr_types(node.op)
-        for key, value in attrs.items():
-            node_def.attr[key].CopyFrom(encode(value, kinds.get(key, "")))
+    common = None if known is None else known.get(id(attrs))
+    if common is None or common.op != node.op:
+        common = _encode_attrs(node)
         if known is not None:
-            known[id(attrs)] = node_def
+            known[id(attrs)] = common
+    node_def = node_def_pb2.NodeDef()
+    node_def.CopyFrom(common)
     node_def.device = HOST_DEVICE if node.marks.on_host else ""
     if node.marks.recomputed:
         node_def.attr[RECOMPUTED].b = True
     node_def.name = name
     del node_def.input[:]
     node_def.input.extend(inputs)
+    return node_def
+
+
+def _encode_attrs(node: Node) -> Any:
+    """Returns a NodeDef with the op type and the attributes of ``node``."""
+    node_def, attrs = node_def_pb2.NodeDef(), node.attrs
+    if isinstance(attrs, NodeAttrs) and attrs.node_def.op == node.op:
+        node_def.CopyFrom(attrs.node_def)
+        for key in _DROPPED:
+            node_def.attr.pop(key, None)
+        return node_def
+    node_def.op = node.op
+    kinds = find_attr_types(node.op)
+    for key, value in attrs.items():
+        node_def.attr[key].CopyFrom(encode(value, kinds.get(key, "")))
     return node_def
 
 

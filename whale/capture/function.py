@@ -37,7 +37,7 @@ from whale.capture.loss_scaling import LossScale, scale_losses
 from whale.capture.sharded import IteratorReads
 from whale.capture.signature import flatten_arguments, read_tracing_options
 from whale.errors import CaptureError, WhaleError
-from whale.ir.program import Node, Program, make_const, rename_nodes
+from whale.ir.program import Node, Program, make_const
 from whale.ir.values import Dims, Tensor, TensorType
 
 # A GraphDef holds at most 2 GiB; captured constants above this size are passed at each call instead.
@@ -277,10 +277,9 @@ class Trace:
             ],
             outputs=graph.outputs,
             effects=graph.control_outputs,
+            names=self._lasting,
         )
-        program = _add_constants(
-            rename_nodes(program, self._lasting), {self._find_node_name(i): e for i, e in self._constants}
-        )
+        program = _add_constants(program, {self._find_node_name(i): e for i, e in self._constants})
         tied = self.collect_ties({v.node for v in program.variables})
         found = {f.name: getattr(tied, f.name) for f in fields(tied)}
         return Captured(**found, program=program, read_s=time.perf_counter() - start_s)

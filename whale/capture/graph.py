@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cache
+from types import MappingProxyType
 from typing import Any
 
 import tensorflow as tf
+from tensorflow.core.framework import node_def_pb2
 from tensorflow.python.framework import op_def_registry
 
 from whale.capture.attrs import SCOPE_ATTR, NodeAttrs, find_dtype_name, read_marks
 from whale.capture.bodies import load_body
 from whale.errors import CaptureError
 from whale.ir.collector import suspend_garbage_collection
+from whale.ir.marks import Marks
 from whale.ir.ops import BRANCHES, CALLS, HAS_BODIES, LOOPS, READS
 from whale.ir.program import Node, Program, Ref, Variable, rename_nodes
 from whale.ir.values import DType, Func, TensorType
@@ -22,6 +26,12 @@ _NUMBER = re.compile(r"[_.]?\d+")
 
 # Stateful ops that only look: as control outputs of a traced function they keep nothing alive.
 PURE_READS = READS | {"Placeholder", "VarHandleOp"}
+
+_LARGEST_SHARED_BYTES = 1024  # NodeDefs of more bytes are constants, which are not worth a comparison
+
+_NO_OPERANDS: tuple[tuple[Ref, ...], tuple[str, ...]] = ((), ())
+
+NO_NAMES: Mapping[str, str] = MappingProxyType({})
 
 
 @cache
@@ -46,6 +56,7 @@ def read_graph(
     outputs: Sequence[tf.Tensor],
     effects: Sequence[tf.Operation],
     types: Mapping[Ref, TensorType] | None = None,
+    names: Mapping[str, str] = NO_NAMES,
 ) -> Program:
     """Converts the part of ``graph`` that ``outputs`` and ``effects`` need to a Program.
 
@@ -58,6 +69,8 @@ def read_graph(
       effects: operations that run for their side effects. Those that only read state are dropped, and so are calls of
         functions that only read state.
       types: static types for tensors whose shapes the graph knows less well.
+      names: TensorFlow's name of a node -> its name in the program; other nodes of ``graph`` keep theirs, and so do
+        those of its functions.
 
     Raises:
       CaptureError: the outputs need a placeholder that is neither an input nor a variable's handle; an op type is not
@@ -74,12 +87,38 @@ def read_graph(
             outputs=[_make_ref(t) for t in outputs],
             effects=[op.name for op in effects],
             types=types or {},
+            names=names,
         )
         return program.replace_nodes(program.nodes, functions=builder.list_reachable_functions(program))
 
 
 def _make_ref(tensor: tf.Tensor) -> Ref:
     return Ref(tensor.op.name, tensor.value_index)
+
+
+@dataclass(slots=True)
+class _Alike:
+    """Holds what NodeDefs that differ only in their names and operands have in common: a graph of thousands of nodes
+    has some dozens of them.
+
+    Attributes:
+      op: the op type.
+      attrs: the attributes, which all these nodes share.
+      stateful: as in the op's definition.
+      functions: names of the attributes that hold functions.
+      scope, marks: as in ``Node``.
+      types: the output types of such a node by the sizes of its only output; None: of unknown rank.
+      constant: the output types if the node is a constant; else None.
+    """
+
+    op: str
+    attrs: NodeAttrs
+    stateful: bool
+    functions: tuple[str, ...]
+    scope: str
+    marks: Marks
+    types: dict[tuple[int | None, ...] | None, tuple[TensorType, ...]] = field(default_factory=dict)
+    constant: tuple[TensorType, ...] | None = None
 
 
 class _Builder:
@@ -91,6 +130,7 @@ class _Builder:
         self.functions: dict[str, Program] = {}
         self._names: dict[tuple[str, tuple[TensorType, ...]], str] = {}
         self._types: dict[tuple[Any, tuple[int | None, ...] | None], TensorType] = {}
+        self._alike: dict[bytes, _Alike] = {}  # by the NodeDef without name and operands
 
     def build(
         self,
@@ -103,57 +143,71 @@ class _Builder:
         outputs: Sequence[Ref],
         effects: Sequence[str],
         types: Mapping[Ref, TensorType],
+        names: Mapping[str, str] = NO_NAMES,
     ) -> Program:
         """Converts one graph to a program, and adds the functions that it calls to ``self.functions``."""
         defs = {n.name: n for n in graph_def.node}
         effects = [e for e in effects if defs[e].op not in PURE_READS]
-        operands = _read_operands(defs, [*(r.node for r in outputs), *effects, *inputs])
+        operands = _read_operands(defs, names)
+        roots = [*(r.node for r in outputs), *effects, *inputs]
+        needed, is_sorted = _find_needed(operands, [names.get(n, n) for n in roots])
         known = {*inputs, *variables}
         nodes: dict[str, Node] = {}
         idle: set[str] = set()
-        facts_of: dict[str, tuple[bool, tuple[str, ...]]] = {}
-        make_type = self._make_type
-        for node_def, op in _pair_operations(graph, graph_def):
-            node_name = node_def.name
-            found = operands.get(node_name)
-            if found is None:
+        alike = self._alike
+        pairs = zip(defs.items(), operands.items(), _list_operations(graph, defs), strict=True)
+        for (node_name, node_def), (own, (refs, controls)), op in pairs:
+            if own not in needed:
                 continue
-            refs, controls = found
-            op_type = node_def.op
-            facts = facts_of.get(op_type)
-            if facts is None:
-                facts = facts_of[op_type] = find_op_facts(op_type) or (False, _LEGACY)
-            attrs: Mapping[str, Any] = NodeAttrs(node_def)
-            if facts[1]:
-                op_type, attrs, stateful, acts = self._call(graph, node_def, op, attrs)
+            # The name and the operands have been read, and what is left is what nodes have in common.
+            node_def.ClearField("name")
+            node_def.ClearField("input")
+            if node_def.ByteSize() > _LARGEST_SHARED_BYTES:
+                common = _describe(node_def)
+            else:
+                key = node_def.SerializeToString(deterministic=True)
+                common = alike.get(key) or alike.setdefault(key, _describe(node_def))
+            op_type, attrs, stateful = common.op, common.attrs, common.stateful
+            if common.functions:
+                op_type, attrs, stateful, acts = self._call(graph, node_name, node_def, op, attrs)
                 if not acts:
                     idle.add(node_name)
-            else:
-                stateful = facts[0]
-                if op_type == "Placeholder" and node_name not in known:
-                    raise _make_missing_value_error(node_name, inputs)
-            kinds = tuple([make_type(t) for t in op.outputs])
+            elif op_type == "Placeholder" and node_name not in known:
+                raise _make_missing_value_error(node_name, inputs)
+            kinds = common.constant or self._make_types(common, op)
             if types:
                 kinds = tuple([types.get(Ref(node_name, i), t) for i, t in enumerate(kinds)])
-            given = node_def.attr
-            scope, marks = given[SCOPE_ATTR].s.decode() if SCOPE_ATTR in given else "", read_marks(given)
-            nodes[node_name] = Node(node_name, op_type, refs, controls, attrs, kinds, scope, stateful, marks)
-        acting = set(effects) - idle
+            nodes[own] = Node(own, op_type, refs, controls, attrs, kinds, common.scope, stateful, common.marks)
+        acting = {names.get(n, n) for n in effects if n not in idle}
+        own_variables = [(names.get(node, node), n, t) for node, (n, t) in variables.items()]
         program = Program(
             name=name,
-            nodes=_sort_nodes(nodes),
-            inputs=tuple(inputs),
-            variables=tuple(
-                Variable(node, n, t, nodes[node].scope) for node, (n, t) in variables.items() if node in nodes
-            ),
-            outputs=tuple(outputs),
+            nodes=tuple(nodes.values()) if is_sorted else _sort_nodes(nodes),
+            inputs=tuple([names.get(n, n) for n in inputs]),
+            variables=tuple([Variable(node, n, t, nodes[node].scope) for node, n, t in own_variables if node in nodes]),
+            outputs=tuple([Ref(names.get(n, n), i) for n, i in outputs]),
             # TensorFlow keeps control outputs in sets, whose order differs between processes.
-            effects=tuple(n for n in nodes if n in acting),
+            effects=tuple([n for n in nodes if n in acting]),
         )
         return program if idle.isdisjoint(effects) else _remove_dead(program)
 
+    def _make_types(self, common: _Alike, op: tf.Operation) -> tuple[TensorType, ...]:
+        """Returns the types of an operation's outputs."""
+        outputs = op.outputs
+        if len(outputs) != 1:
+            return tuple([self._make_type(t) for t in outputs])
+        # TensorFlow makes a TensorShape of these two for whoever asks for `tensor.shape`, which takes much longer.
+        sizes, is_unknown = outputs[0]._shape
+        key = None if is_unknown else tuple(sizes)
+        kinds = common.types.get(key)
+        if kinds is None:
+            kinds = common.types[key] = (self._make_type(outputs[0]),)
+            if common.op == "Const":  # its value, and with it its shape, is an attribute
+                common.constant = kinds
+        return kinds
+
     def _call(
-        self, graph: tf.Graph, node_def: Any, op: tf.Operation, attrs: Mapping[str, Any]
+        self, graph: tf.Graph, name: str, node_def: Any, op: tf.Operation, attrs: Mapping[str, Any]
     ) -> tuple[str, Mapping[str, Any], bool, bool]:
         """Captures the functions that a node calls; returns (op type, attributes, is stateful, has side effects) for
         the node.
@@ -161,7 +215,7 @@ class _Builder:
         op_type = node_def.op
         facts = find_op_facts(op_type)
         if facts is None:
-            op_type, attrs, facts = self._convert_legacy_call(node_def)
+            op_type, attrs, facts = self._convert_legacy_call(name, node_def)
         acts = op_type not in HAS_BODIES and op_type not in CALLS
         renamed: dict[str, Any] = {}
         for key in facts[1]:
@@ -181,7 +235,9 @@ class _Builder:
                 renamed[key] = tuple(funcs) if isinstance(value, tuple) else funcs[0]
         return op_type, {**attrs, **renamed} if renamed else attrs, facts[0], acts
 
-    def _convert_legacy_call(self, node_def: Any) -> tuple[str, Mapping[str, Any], tuple[bool, tuple[str, ...]]]:
+    def _convert_legacy_call(
+        self, name: str, node_def: Any
+    ) -> tuple[str, Mapping[str, Any], tuple[bool, tuple[str, ...]]]:
         """Converts a node whose op type is a function's name to a PartitionedCall.
 
         Returns:
@@ -191,7 +247,7 @@ class _Builder:
         if function is None:
             raise CaptureError(
                 "an op type is not registered",
-                op=node_def.name,
+                op=name,
                 given=node_def.op,
                 expected="an op type that this process has registered",
                 action="call tf.load_op_library() for the library with this op before the graph is built",
@@ -207,7 +263,6 @@ class _Builder:
         return op_type, attrs, (stateful, ("f",))
 
     def _make_type(self, tensor: tf.Tensor) -> TensorType:
-        # TensorFlow makes a TensorShape of these two for whoever asks for `tensor.shape`, which takes much longer.
         sizes, is_unknown = tensor._shape
         key = (tensor.dtype, None if is_unknown else tuple(sizes))
         found = self._types.get(key)
@@ -287,47 +342,96 @@ def _make_missing_value_error(placeholder: str, inputs: Sequence[str]) -> Captur
     )
 
 
-def _pair_operations(graph: tf.Graph, graph_def: Any) -> Iterator[tuple[Any, tf.Operation]]:
-    """Yields each NodeDef of ``graph_def`` with the tf.Operation of the same name."""
-    operations = graph.get_operations()
-    defs = graph_def.node
+def _describe(node_def: Any) -> _Alike:
+    """Returns what a NodeDef has in common with all that differ from it only in their names and operands."""
+    op, given = node_def.op, node_def.attr
+    stateful, functions = find_op_facts(op) or (False, _LEGACY)
+    scope = given[SCOPE_ATTR].s.decode() if SCOPE_ATTR in given else ""
+    return _Alike(op, NodeAttrs(node_def), stateful, functions, scope, read_marks(given))
+
+
+def _list_operations(graph: tf.Graph, defs: Mapping[str, Any]) -> list[tf.Operation]:
+    """Returns the tf.Operations of the NodeDefs ``defs``, which are given by name, in their order."""
+    operations: list[tf.Operation] = graph.get_operations()
+    names = list(defs)
     # Both list the nodes in order of creation. A node that only one of them has would shift all that follow.
-    if len(operations) == len(defs) and all(operations[i].name == defs[i].name for i in _sample_numbers(len(defs))):
-        return zip(defs, operations, strict=True)
-    return ((d, graph.get_operation_by_name(d.name)) for d in defs)
+    if len(operations) == len(names) and all(operations[i].name == names[i] for i in _sample_numbers(len(names))):
+        return operations
+    return [graph.get_operation_by_name(name) for name in names]
 
 
 def _sample_numbers(count: int) -> list[int]:
     return [*range(0, count, 64), count - 1] if count else []
 
 
-def _read_operands(defs: Mapping[str, Any], roots: Sequence[str]) -> dict[str, tuple[tuple[Ref, ...], tuple[str, ...]]]:
-    """Returns (data operands, control operands) of each node that the nodes ``roots`` depend on, by node name."""
+def _read_operands(
+    defs: Mapping[str, Any], names: Mapping[str, str]
+) -> dict[str, tuple[tuple[Ref, ...], tuple[str, ...]]]:
+    """Returns (data operands, control operands) of each node of a graph, in the order of ``defs``.
+
+    Args:
+      defs: the graph's NodeDefs by name.
+      names: TensorFlow's name of a node -> the name that takes its place; others keep theirs.
+    """
     found: dict[str, tuple[tuple[Ref, ...], tuple[str, ...]]] = {}
     refs_of: dict[str, Ref] = {}
-    stack = list(roots)
-    while stack:
-        name = stack.pop()
-        if name in found:
+    for name, node_def in defs.items():
+        texts = node_def.input[:]  # a list, which is iterated in half the time of the message's own sequence
+        if not texts:
+            found[names.get(name, name)] = _NO_OPERANDS
             continue
         refs: list[Ref] = []
         controls: list[str] = []
-        for text in defs[name].input:
+        for text in texts:
             ref = refs_of.get(text)
             if ref is None:
+                node, index = text, 0
                 if text[0] == "^":
                     # Arguments have their values from the start, so nothing has to wait for them.
-                    if defs[text[1:]].op != "Placeholder":
-                        controls.append(text[1:])
+                    node = text[1:]
+                    if defs[node].op != "Placeholder":
+                        controls.append(names.get(node, node))
                     continue
-                node, _, index = text.partition(":")
-                ref = refs_of[text] = Ref(node, int(index) if index else 0)
-                if node not in found:
-                    stack.append(node)
+                if ":" in text:
+                    node, _, number = text.partition(":")
+                    index = int(number)
+                ref = refs_of[text] = Ref(names.get(node, node), index)
             refs.append(ref)
-        stack += controls
-        found[name] = (tuple(refs), tuple(controls))
+        found[names.get(name, name)] = tuple(refs), tuple(controls)
     return found
+
+
+def _find_needed(
+    operands: Mapping[str, tuple[tuple[Ref, ...], tuple[str, ...]]], roots: Sequence[str]
+) -> tuple[set[str], bool]:
+    """Returns the names of ``roots`` and of all nodes that these depend on, and whether each node of ``operands`` comes
+    after its operands.
+
+    Args:
+      operands: (data operands, control operands) of each node of a graph, by name.
+    """
+    needed = set(roots)
+    later: set[str] = set()
+    for name, (refs, controls) in reversed(operands.items()):
+        if name in needed and (refs or controls):
+            before = [node for node, _ in refs]
+            before += controls
+            if not later.isdisjoint(before):
+                break
+            needed.update(before)
+        later.add(name)
+    else:
+        return needed, True
+    needed = set()
+    stack = list(roots)
+    while stack:
+        name = stack.pop()
+        if name not in needed:
+            needed.add(name)
+            refs, controls = operands[name]
+            stack += [node for node, _ in refs]
+            stack += controls
+    return needed, False
 
 
 def _sort_nodes(nodes: Mapping[str, Node]) -> tuple[Node, ...]:
@@ -341,7 +445,10 @@ def _sort_nodes(nodes: Mapping[str, Node]) -> tuple[Node, ...]:
     ready: set[str] = set()  # the names in `done`: of a set it is quickly told whether it has several
     waiting: dict[str, None] = {}
     for first, one in nodes.items():
-        if ready.issuperset([before for before, _ in one.inputs]) and ready.issuperset(one.controls):
+        inputs, controls = one.inputs, one.controls
+        if (not inputs or ready.issuperset([before for before, _ in inputs])) and (
+            not controls or ready.issuperset(controls)
+        ):
             done[first] = one
             ready.add(first)
             continue

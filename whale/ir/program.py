@@ -6,7 +6,7 @@ Functions are the bodies of loops, branches and calls. The representation needs 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from graphlib import CycleError, TopologicalSorter
 from typing import Any, NamedTuple
@@ -34,7 +34,7 @@ class Ref(NamedTuple):
         return f"{self.node}:{self.index}"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, init=False)
 class Node:
     """Represents one operation of a graph.
 
@@ -60,6 +60,30 @@ class Node:
     stateful: bool = False
     marks: Marks = NO_MARKS
 
+    def __init__(
+        self,
+        name: str,
+        op: str,
+        inputs: tuple[Ref, ...] = (),
+        controls: tuple[str, ...] = (),
+        attrs: Mapping[str, Any] | None = None,
+        outputs: tuple[TensorType, ...] = (),
+        scope: str = "",
+        stateful: bool = False,
+        marks: Marks = NO_MARKS,
+    ) -> None:
+        """Creates a node; ``attrs=None`` are none."""
+        # Passes create a million nodes for a large step. That of a frozen dataclass takes twice as long.
+        _set_name(self, name)
+        _set_op(self, op)
+        _set_inputs(self, inputs)
+        _set_controls(self, controls)
+        _set_attrs(self, {} if attrs is None else attrs)
+        _set_outputs(self, outputs)
+        _set_scope(self, scope)
+        _set_stateful(self, stateful)
+        _set_marks(self, marks)
+
     def with_marks(self, **marks: Any) -> Node:
         """Returns the node with added or changed marks (see ``whale.ir.marks``)."""
         return replace(self, marks=self.marks.replace_marks(**marks))
@@ -69,6 +93,11 @@ class Node:
         if len(self.outputs) == 1:  # nearly all nodes have one
             return (Ref(self.name, 0),)
         return tuple([Ref(self.name, i) for i in range(len(self.outputs))])
+
+
+_set_name, _set_op, _set_inputs, _set_controls, _set_attrs, _set_outputs, _set_scope, _set_stateful, _set_marks = [
+    Node.__dict__[one.name].__set__ for one in fields(Node)
+]
 
 
 def make_const(
@@ -239,14 +268,19 @@ def sort_nodes(nodes: Mapping[str, Node]) -> tuple[Node, ...]:
     Raises:
       PlanError: the nodes form a cycle.
     """
+    # Most graphs arrive sorted, and a check is much cheaper than a sort.
+    return tuple(nodes.values()) if _is_sorted(nodes) else _sort_topologically(nodes)
+
+
+def _is_sorted(nodes: Mapping[str, Node]) -> bool:
     seen: set[str] = set()
-    for name, node in nodes.items():  # most graphs arrive sorted, and a check is much cheaper than a sort
-        if not seen.issuperset([before for before, _ in node.inputs]) or not seen.issuperset(node.controls):
-            break
+    for name, node in nodes.items():
+        if node.inputs and not seen.issuperset([before for before, _ in node.inputs]):
+            return False
+        if node.controls and not seen.issuperset(node.controls):
+            return False
         seen.add(name)
-    else:
-        return tuple(nodes.values())
-    return _sort_topologically(nodes)
+    return True
 
 
 def _sort_topologically(nodes: Mapping[str, Node]) -> tuple[Node, ...]:
@@ -315,21 +349,24 @@ def rewire(program: Program, nodes: Mapping[str, Node], moved: Mapping[Ref, Ref]
     def rename_controls(found: Collection[str]) -> tuple[str, ...]:
         return tuple(dict.fromkeys([names.get(name, name) for name in found]))
 
-    from_nodes = {ref.node for ref in moved}
-
-    def rewire_node(node: Node) -> Node:
-        inputs, controls = node.inputs, node.controls
-        if not from_nodes.isdisjoint([before for before, _ in inputs]):
+    changed: dict[str, Node] = {}
+    moves, renames = moved.keys().isdisjoint, names.keys().isdisjoint
+    for name, n in nodes.items():
+        inputs, controls = n.inputs, n.controls
+        if inputs and not moves(inputs):
             inputs = tuple([moved.get(r, r) for r in inputs])
-        if not names.keys().isdisjoint(controls):
+        if controls and not renames(controls):
             controls = rename_controls(controls)
-        return node if inputs is node.inputs and controls is node.controls else replace(
-            node, inputs=inputs, controls=controls
-        )  # fmt: skip
-
-    changed = {name: rewire_node(node) for name, node in nodes.items()}
+        if inputs is not n.inputs or controls is not n.controls:  # `replace` takes three times as long
+            n = Node(n.name, n.op, inputs, controls, n.attrs, n.outputs, n.scope, n.stateful, n.marks)
+        changed[name] = n
     outputs = tuple(moved.get(r, r) for r in program.outputs)
-    return program.replace_nodes(sort_nodes(changed), outputs=outputs, effects=rename_controls(program.effects))
+    is_sorted = _is_sorted(changed)
+    order = tuple(changed.values()) if is_sorted else _sort_topologically(changed)
+    made = program.replace_nodes(order, outputs=outputs, effects=rename_controls(program.effects))
+    if is_sorted:
+        made.__dict__["by_name"] = changed  # `cached_property` looks there first, and would make the same again
+    return made
 
 
 def remove_unread(program: Program, names: Collection[str]) -> Program:
@@ -386,8 +423,14 @@ def prune(program: Program) -> Program:
 
     The program's inputs always stay.
     """
-    needed = find_waited_for(program, [*(r.node for r in program.outputs), *program.effects])
+    needed = {*(r.node for r in program.outputs), *program.effects}
+    for node in reversed(program.nodes):
+        if node.name in needed:
+            if node.inputs:
+                needed.update([before for before, _ in node.inputs])
+            if node.controls:
+                needed.update(node.controls)
     needed.update(program.inputs)
-    nodes = tuple(n for n in program.nodes if n.name in needed)
-    variables = tuple(v for v in program.variables if v.node in needed)
+    nodes = tuple([n for n in program.nodes if n.name in needed])
+    variables = tuple([v for v in program.variables if v.node in needed])
     return replace(program, nodes=nodes, variables=variables, functions=find_called_functions(nodes, program.functions))

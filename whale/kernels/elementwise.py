@@ -260,6 +260,7 @@ def _find_places(program: Program, types: Mapping[str, TensorType], sums: Collec
     met: dict[str, int] = {}
     places: dict[str, _Place] = {}
     bits = 0
+    synchronizes: dict[tuple[str, bool, int], bool] = {}  # by what decides it, which most nodes share
     for node in program.nodes:
         kind, recomputed = types.get(node.name), node.marks.recomputed
         level = after = 0
@@ -270,12 +271,16 @@ def _find_places(program: Program, types: Mapping[str, TensorType], sums: Collec
             place = places.get(name)
             # An edge out of a group raises the level. So does any edge from a sum, which is known only at the end.
             left = place is not None and (
-                place.type != kind or place.recomputed != recomputed or place.met != after or name in sums
+                (place.type is not kind and place.type != kind) or place.recomputed != recomputed or place.met != after or name in sums
             )
             level = max(level, levels[name] + left)
         if kind is not None:
             places[node.name] = _Place(kind, recomputed, level, after)
-        if may_synchronize(node):
+        given = (node.op, node.stateful, id(node.attrs))
+        meets = synchronizes.get(given)
+        if meets is None:
+            meets = synchronizes[given] = may_synchronize(node)
+        if meets:
             after |= 1 << bits
             bits += 1
         levels[node.name], met[node.name] = level, after

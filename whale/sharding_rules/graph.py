@@ -81,9 +81,9 @@ def iterate_variable_uses(program: Program) -> Iterator[Use]:
     while waiting:
         graph, known = waiting.pop()
         for node in graph.nodes:
-            handles = tuple(known.get(ref, "") for ref in node.inputs)
-            if not any(handles):
+            if known.keys().isdisjoint(node.inputs):
                 continue
+            handles = tuple([known.get(ref, "") for ref in node.inputs])
             if node.op not in BRANCHES:
                 yield Use(graph, node, handles)
                 continue

@@ -54,10 +54,11 @@ def find_accesses(program: Program) -> Accesses:
     handle: dict[str, str] = {}
     version: dict[str, int] = {}
     leaked: set[str] = set()
+    refs = {Ref(name) for name in handles}
     for node in program.nodes:
-        found = [name for name, _ in node.inputs if name in handles]
-        if not found:
+        if refs.isdisjoint(node.inputs):
             continue
+        found = [name for name, _ in node.inputs if name in handles]
         taken = dict.fromkeys(found)
         if any(t.dtype in ("resource", "variant") for t in node.outputs):
             leaked.update(taken)
@@ -107,7 +108,8 @@ def find_units(program: Program, found: Accesses) -> list[Unit]:
                 types[node.name] = TensorType(str(node.attrs["T"]), node.attrs["shapes"][0].dims)
     if not types:
         return []
-    levels, received = _find_levels(program, types), find_received(program)
+    found_levels, received = _find_levels(program, types), find_received(program)
+    levels = {name: found_levels.get(name, 0) for name in types}
     places = {name: (kind, levels[name], received.get(name, 0)) for name, kind in types.items()}
     top = join_places(program, places, lambda one, other: one[0] is other[0] and one[1:] == other[1:])
     units: dict[str, list[Node]] = {}
@@ -142,19 +144,22 @@ def _find_updating_nodes(program: Program, found: Accesses) -> dict[str, TensorT
     returned = {ref.node for ref in program.outputs}
     known: dict[TensorType, TensorType] = {}  # makes equal types the same object, so that they compare by identity
     simple: dict[str, TensorType] = {}
-    alike: dict[tuple[object, ...], TensorType | None] = {}  # results by op and types: most updates are alike
+    # Results by op, attributes and types, which are the same objects in thousands of nodes: most updates are alike.
+    alike: dict[tuple[object, ...], TensorType | None] = {}
     for node in program.nodes:
-        if node.op in _ARITHMETIC:
-            met = (node.op, *map(id, node.outputs), *[id(by_name[name].outputs[i]) for name, i in node.inputs])
+        op = node.op
+        if op in _ARITHMETIC:
+            met = (op, id(node.attrs), id(node.outputs), *[id(by_name[name].outputs[i]) for name, i in node.inputs])
             if met not in alike:
-                alike[met] = _find_arithmetic_type(program, node)
+                kind = None if node.attrs.get(COMPILED) else _find_arithmetic_type(program, node)
+                alike[met] = kind and known.setdefault(kind, kind)
             kind = alike[met]
-            if kind is not None and node.attrs.get(COMPILED):
-                kind = None
+        elif op == "ReadVariableOp" and is_read(node, found) and _is_fitting(node.outputs[0]):
+            kind = known.setdefault(node.outputs[0], node.outputs[0])
         else:
-            kind = node.outputs[0] if is_read(node, found) and _is_fitting(node.outputs[0]) else None
+            continue
         if kind is not None:
-            simple[node.name] = known.setdefault(kind, kind)
+            simple[node.name] = kind
     types: dict[str, TensorType] = {}
     for node in program.nodes:
         if node.op not in ASSIGNS or found.handle.get(node.name) not in found.seen:
@@ -176,14 +181,21 @@ def _find_updating_nodes(program: Program, found: Accesses) -> dict[str, TensorT
             written = any(c in types and found.handle.get(c) == handle for c in node.controls)
             if written and all(simple.get(c.name) is kind for c, _ in consumers.get(node.list_refs()[0], ())):
                 types[node.name] = kind
-        elif any(types.get(name) is kind for name, _ in node.inputs):
-            types[node.name] = kind
+        else:
+            for name, _ in node.inputs:
+                if types.get(name) is kind:
+                    types[node.name] = kind
+                    break
     for node, kind in reversed(candidates):
         if node.name in types or node.name in returned:
             continue
         readers = consumers.get(Ref(node.name), ())
-        if readers and all(types.get(c.name) is kind for c, _ in readers):
-            types[node.name] = kind
+        for reader, _ in readers:
+            if types.get(reader.name) is not kind:
+                break
+        else:
+            if readers:
+                types[node.name] = kind
     return types
 
 
@@ -209,18 +221,23 @@ def _find_arithmetic_type(program: Program, node: Node) -> TensorType | None:
 
 
 def _find_levels(program: Program, types: Mapping[str, TensorType]) -> dict[str, int]:
-    levels: dict[str, int] = {}
+    levels: dict[str, int] = {}  # the levels of nodes that are not of level 0
+    of_level_0 = levels.keys().isdisjoint
     for node in program.nodes:
-        kind = types.get(node.name)
-        level = 0
-        before = [name for name, _ in node.inputs]
-        for name in (*before, *node.controls) if node.controls else before:
+        before = [name for name, _ in node.inputs] if node.inputs else []
+        if node.controls:
+            before += node.controls
+        if types.keys().isdisjoint(before) and of_level_0(before):
+            continue
+        kind, level = types.get(node.name), 0
+        for name in before:
             reached = levels.get(name, 0)
             if reached >= level:
                 # An edge out of a unit (to a node that is in none, or has another type) raises the level.
                 left = types.get(name)
                 level = reached + (left is not None and left is not kind)
-        levels[node.name] = level
+        if level:
+            levels[node.name] = level
     return levels
 
 
@@ -270,11 +287,15 @@ def join_places(
         return name
 
     for node in program.nodes:
-        if node.name not in places:
+        own = places.get(node.name)
+        if own is None:
             continue
         before = [name for name, _ in node.inputs]
-        for name in (*before, *node.controls) if node.controls else before:
-            if name in places and alike(places[name], places[node.name]):
+        if node.controls:
+            before += node.controls
+        for name in before:
+            other = places.get(name)
+            if other is not None and alike(other, own):
                 parent[find_root(node.name)] = find_root(name)
     return find_root
 
@@ -288,6 +309,8 @@ def replace_by_operations(program: Program, made: Mapping[str, Node], moved: dic
       moved: tensor of a replaced node -> the new node's output that readers take instead. Replaced nodes that it does
           not list are added to it, with the first output of the new node.
     """
+    if not made:
+        return program
     last = {made[n.name].name: n.name for n in program.nodes if n.name in made}
     nodes: dict[str, Node] = {}
     for old in program.nodes:
@@ -296,4 +319,4 @@ def replace_by_operations(program: Program, made: Mapping[str, Node], moved: dic
             nodes[node.name] = node
     for name, node in made.items():
         moved.setdefault(Ref(name), Ref(node.name))
-    return rewire(program, nodes, moved) if made else program
+    return rewire(program, nodes, moved)

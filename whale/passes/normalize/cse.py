@@ -16,7 +16,7 @@ from typing import Any
 from whale.ir.marks import NO_MARKS
 from whale.ir.ops import RANDOM, UPDATES
 from whale.ir.program import Node, Program, Ref, Variable, rewire
-from whale.ir.values import UNMOVABLE, Func
+from whale.ir.values import UNMOVABLE, Func, TensorType
 
 
 def share_scalars(program: Program) -> Program:
@@ -31,19 +31,31 @@ def share_scalars(program: Program) -> Program:
     known: dict[Hashable, Ref] = {}
     scalars: set[Ref] = set()
     moved: dict[Ref, Ref] = {}
-    attrs: dict[Hashable, int] = {}
+    numbers: dict[Hashable, int] = {}
+    # Attributes and types are told apart by identity first, since thousands of nodes share them and comparing takes
+    # long. The program holds the objects, so that no other gets their identity.
+    of_attrs: dict[int, int] = {}
+    of_types: dict[int, int] = {}
     for node in program.nodes:
-        if node.name not in behind or not _may_be_shared(node, handles):
+        if node.name not in behind or node.controls:
             continue
-        inputs = tuple([moved.get(ref, ref) for ref in node.inputs])
-        if node.op != "ReadVariableOp" and not scalars.issuperset(inputs):
+        types = of_types.get(id(node.outputs))
+        if types is None:
+            types = numbers.setdefault(node.outputs, len(numbers)) if _is_number(node.outputs) else -1
+            of_types[id(node.outputs)] = types
+        if types < 0 or not _may_be_shared(node, handles):
             continue
-        what = _values(node.attrs, attrs)
+        inputs = tuple([moved.get(ref, ref) for ref in node.inputs]) if node.inputs else ()
+        if inputs and node.op != "ReadVariableOp" and not scalars.issuperset(inputs):
+            continue
+        what = of_attrs.get(id(node.attrs))
+        if what is None:
+            what = of_attrs[id(node.attrs)] = _values(node.attrs, numbers)
         if what < 0:
             continue
         own = Ref(node.name)
         marks = None if node.marks is NO_MARKS else node.marks  # hashing marks takes long: they have many fields
-        first = known.setdefault((node.op, node.scope, inputs, node.outputs, marks, what), own)
+        first = known.setdefault((node.op, node.scope, inputs, types, marks, what), own)
         scalars.add(first)
         if first is not own:
             moved[own] = first
@@ -60,26 +72,35 @@ def _find_behind_updates(program: Program) -> set[str]:
     found: set[str] = set()
     nodes = program.by_name
     for node in reversed(program.nodes):
+        inputs = node.inputs
+        if not inputs:
+            continue
         if node.op in UPDATES:
-            found.update([ref.node for ref in node.inputs])
+            found.update([name for name, _ in inputs])
         elif node.name in found and not node.stateful and len(node.outputs) == 1:
-            shape = node.outputs[0].shape
-            for name, index in node.inputs:
-                operand = nodes[name].outputs[index]
-                if operand.is_static and (operand.shape == shape or operand.elements == 1):
-                    found.add(name)
+            whole = node.outputs[0]
+            for name, index in inputs:
+                if name not in found:
+                    operand = nodes[name].outputs[index]
+                    if operand.is_static and (
+                        operand is whole or operand.shape == whole.shape or operand.elements == 1
+                    ):
+                        found.add(name)
     return found
 
 
+def _is_number(types: tuple[TensorType, ...]) -> bool:
+    """Returns True if a node with these outputs yields a single number."""
+    if len(types) != 1:
+        return False
+    (kind,) = types
+    return kind.is_static and kind.elements == 1 and kind.dtype not in UNMOVABLE
+
+
 def _may_be_shared(node: Node, handles: Mapping[str, Variable]) -> bool:
-    """Returns True if a node yields a single number that depends on its operands and attributes only, or reads a
-    variable at the beginning of the step.
+    """Returns True if what a node yields depends on its operands and attributes only, or if it reads a variable at the
+    beginning of the step.
     """
-    if node.controls or len(node.outputs) != 1:
-        return False
-    kind = node.outputs[0]
-    if not kind.is_static or kind.elements != 1 or kind.dtype in UNMOVABLE:
-        return False
     if node.op == "ReadVariableOp":
         return node.inputs[0].node in handles
     return not (node.stateful or node.op in RANDOM) and bool(node.inputs or node.op == "Const")

@@ -63,10 +63,18 @@ def _fold_all(program: Program) -> Program:
 
 def _fold_graph(program: Program) -> Program:
     folder = _Folder(program)
+    moved, keep, visit = folder.moved, folder.nodes.append, folder.visit
+    concerned: dict[tuple[str, int], bool] = {}  # by op and identity of the types, which thousands of nodes share
     with np.errstate(over="ignore"):  # integers wrap, as in the kernels
         for node in program.nodes:
-            folder.visit(node)
-    moved = folder.moved
+            key = (node.op, id(node.outputs))
+            concerns = concerned.get(key)
+            if concerns is None:
+                concerns = concerned[key] = folder.concerns(node)
+            if concerns or (moved and not moved.keys().isdisjoint(node.inputs)):
+                visit(node)
+            else:
+                keep(node)
     if not folder.changed:
         return program
     # Control inputs stay valid: a node of every old name remains.
@@ -88,12 +96,19 @@ class _Folder:
         self.values: dict[Ref, np.ndarray | _Lazy] = {}
         self.partial: dict[Ref, np.ndarray] = {}
         self.types: dict[Ref, TensorType] = {}
-        self.loose: set[Ref] = set()
         self.changed = False
-        for node in program.nodes:
-            for i, kind in enumerate(node.outputs):
-                if not kind.is_static:
-                    self.loose.add(Ref(node.name, i))
+
+    def concerns(self, node: Node) -> bool:
+        """Returns True if nodes of this op type and these output types may be changed, or have values that others
+        need; all other nodes are kept, if none of their operands has moved.
+        """
+        op = node.op
+        if op == "IdentityN" or op in ASKS_SHAPE or self._may_refine(node):
+            return True
+        return (op == "Const" or op in EVALUATORS) and bool(node.outputs) and node.outputs[0].dtype in _FOLDED
+
+    def _may_refine(self, node: Node) -> bool:
+        return (node.op in STATIC_SHAPE or node.op in STATIC_SHAPES) and any(not t.is_static for t in node.outputs)
 
     def visit(self, node: Node) -> None:
         """Adds ``node`` to the result, with known outputs as constants and refined output types."""
@@ -114,7 +129,7 @@ class _Folder:
         if node.stateful:
             self.nodes.append(node)
             return
-        if self.loose and (op in STATIC_SHAPE or op in STATIC_SHAPES) and any(not t.is_static for t in node.outputs):
+        if self._may_refine(node):
             better = refine(node, self._type_of, self._find_known)
             if better != node.outputs:
                 node = replace(node, outputs=better)
@@ -381,13 +396,17 @@ def powers(program: Program) -> Program:
     a constant.
     """
     functions = {name: _rewrite_graph(body) for name, body in program.functions.items()}
-    return replace(_rewrite_graph(program), functions=functions)
+    changed = _rewrite_graph(program)
+    return replace(changed, functions=functions) if functions else changed
 
 
 def _rewrite_graph(program: Program) -> Program:
-    if not any(n.op == "Pow" for n in program.nodes):
+    if "Pow" not in program.ops:
         return program
-    return program.replace_nodes(tuple(_other(n, program.by_name) if n.op == "Pow" else n for n in program.nodes))
+    made = {n.name: other for n in program.nodes if n.op == "Pow" and (other := _other(n, program.by_name)) is not n}
+    if not made:
+        return program
+    return program.replace_nodes(tuple([made.get(n.name, n) for n in program.nodes]))
 
 
 def _other(node: Node, nodes: Mapping[str, Node]) -> Node:
