@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from types import MappingProxyType
 from typing import Any
 
 import tensorflow as tf
-from tensorflow.core.framework import node_def_pb2
 from tensorflow.python.framework import op_def_registry
 
 from whale.capture.attrs import SCOPE_ATTR, NodeAttrs, find_dtype_name, read_marks

@@ -271,7 +271,10 @@ def _find_places(program: Program, types: Mapping[str, TensorType], sums: Collec
             place = places.get(name)
             # An edge out of a group raises the level. So does any edge from a sum, which is known only at the end.
             left = place is not None and (
-                (place.type is not kind and place.type != kind) or place.recomputed != recomputed or place.met != after or name in sums
+                (place.type is not kind and place.type != kind)
+                or place.recomputed != recomputed
+                or place.met != after
+                or name in sums
             )
             level = max(level, levels[name] + left)
         if kind is not None:

@@ -126,11 +126,11 @@ def _write_arithmetic(program: Program, unit: Unit, found: Accesses) -> Arithmet
     kept = reading.list_kept_reads(outputs)
     if kept is None or any(value.kind == "o" and value.number != i for i, value in enumerate(final.values())):
         return None
-    members = {n.name for n in unit.nodes} - kept
+    members, consumers = reading.names - kept, program.consumers
     results = [
         ref
         for ref in reading.computed
-        if ref.node in outputs or any(c.name not in members for c, _ in program.consumers.get(ref, ()))
+        if ref.node in outputs or not members.issuperset([c.name for c, _ in consumers.get(ref, ())])
     ]
     lines = place_instructions(
         tuple(reading.code.steps), tuple(final.values()), tuple([reading.computed[r] for r in results])
