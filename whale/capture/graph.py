@@ -161,11 +161,12 @@ class _Builder:
             # The name and the operands have been read, and what is left is what nodes have in common.
             node_def.ClearField("name")
             node_def.ClearField("input")
-            if node_def.ByteSize() > _LARGEST_SHARED_BYTES:
+            key = node_def.SerializeToString(deterministic=True)
+            common = alike.get(key)
+            if common is None:
                 common = _describe(node_def)
-            else:
-                key = node_def.SerializeToString(deterministic=True)
-                common = alike.get(key) or alike.setdefault(key, _describe(node_def))
+                if len(key) <= _LARGEST_SHARED_BYTES:
+                    alike[key] = common
             op_type, attrs, stateful = common.op, common.attrs, common.stateful
             if common.functions:
                 op_type, attrs, stateful, acts = self._call(graph, node_name, node_def, op, attrs)
@@ -394,7 +395,9 @@ def _read_operands(
                 if ":" in text:
                     node, _, number = text.partition(":")
                     index = int(number)
-                ref = refs_of[text] = Ref(names.get(node, node), index)
+                if names:
+                    node = names.get(node, node)
+                ref = refs_of[text] = tuple.__new__(Ref, (node, index))  # `Ref(...)` takes twice as long
             refs.append(ref)
         found[names.get(name, name)] = tuple(refs), tuple(controls)
     return found
@@ -409,28 +412,26 @@ def _find_needed(
     Args:
       operands: (data operands, control operands) of each node of a graph, by name.
     """
-    needed = set(roots)
-    later: set[str] = set()
+    needed, later = set(roots), set[str]()
+    passed: list[str] = []  # nodes that none of those behind them needs
+    is_sorted = True
     for name, (refs, controls) in reversed(operands.items()):
-        if name in needed and (refs or controls):
+        if name not in needed:
+            passed.append(name)
+        elif refs or controls:
             before = [node for node, _ in refs]
             before += controls
-            if not later.isdisjoint(before):
-                break
+            is_sorted = is_sorted and later.isdisjoint(before)
             needed.update(before)
         later.add(name)
-    else:
-        return needed, True
-    needed = set()
-    stack = list(roots)
+    stack = [name for name in passed if name in needed]
     while stack:
-        name = stack.pop()
-        if name not in needed:
-            needed.add(name)
-            refs, controls = operands[name]
-            stack += [node for node, _ in refs]
-            stack += controls
-    return needed, False
+        refs, controls = operands[stack.pop()]
+        for node in (*[node for node, _ in refs], *controls):
+            if node not in needed:
+                needed.add(node)
+                stack.append(node)
+    return needed, is_sorted
 
 
 def _sort_nodes(nodes: Mapping[str, Node]) -> tuple[Node, ...]:

@@ -140,6 +140,15 @@ def _find_updating_nodes(program: Program, found: Accesses) -> dict[str, TensorT
     These are writes of variables, nodes computed from them or assigned by them, and nodes that only these read. Equal
     types are the same object.
     """
+    writes = [
+        node
+        for node in program.nodes
+        if node.op in ASSIGNS
+        and found.handle.get(node.name) in found.seen
+        and _is_fitting(program.find_type(node.inputs[1]))
+    ]
+    if not writes:
+        return {}
     by_name, consumers = program.by_name, program.consumers
     returned = {ref.node for ref in program.outputs}
     known: dict[TensorType, TensorType] = {}  # makes equal types the same object, so that they compare by identity
@@ -161,14 +170,12 @@ def _find_updating_nodes(program: Program, found: Accesses) -> dict[str, TensorT
         if kind is not None:
             simple[node.name] = kind
     types: dict[str, TensorType] = {}
-    for node in program.nodes:
-        if node.op not in ASSIGNS or found.handle.get(node.name) not in found.seen:
-            continue
+    for node in writes:
         value = node.inputs[1]
         kind = known.setdefault(program.find_type(value), program.find_type(value))
         arithmetic = simple.get(value.node) is kind and by_name[value.node].op not in _HANDED_ON
         # An assignment without arithmetic is left out: TensorFlow takes over the tensor without a copy.
-        if _is_fitting(kind) and (node.op != "AssignVariableOp" or arithmetic):
+        if node.op != "AssignVariableOp" or arithmetic:
             types[node.name] = kind
             if node.op == "AssignVariableOp":
                 types[value.node] = kind

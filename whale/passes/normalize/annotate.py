@@ -39,15 +39,17 @@ def annotate(program: Program) -> Program:
                 if ref.node in handles:
                     of_variable.setdefault(ref.node, node.scope)
     for node in program.nodes:
-        if not scope[node.name]:
-            owned = [of_variable[r.node] for r in node.inputs if r.node in of_variable]
-            near = owned or [scope[r.node] for r in node.inputs if scope[r.node]]
+        if node.inputs and not scope[node.name]:
+            before = [name for name, _ in node.inputs]
+            owned = [of_variable[name] for name in before if name in of_variable]
+            near = owned or [scope[name] for name in before if scope[name]]
             if near:
                 scope[node.name] = near[0]
     for node in reversed(program.nodes):
-        if scope[node.name]:
-            for ref in node.inputs:
-                scope[ref.node] = scope[ref.node] or scope[node.name]
+        if node.inputs and (own := scope[node.name]):
+            for name, _ in node.inputs:
+                if not scope[name]:
+                    scope[name] = own
     if any(split_scope(path) for path in scope.values()):
         _leave_split_scopes(program, scope, of_variable)
     nodes = tuple([n if n.scope == scope[n.name] else _in_scope(n, scope[n.name]) for n in program.nodes])
