@@ -28,7 +28,8 @@ PURE_READS = READS | {"Placeholder", "VarHandleOp"}
 
 _LARGEST_SHARED_BYTES = 1024  # NodeDefs of more bytes are constants, which are not worth a comparison
 
-_NO_OPERANDS: tuple[tuple[Ref, ...], tuple[str, ...]] = ((), ())
+_Operands = tuple[tuple[Ref, ...], tuple[str, ...]]  # of a node: data operands, control operands
+_NO_OPERANDS: _Operands = ((), ())
 
 NO_NAMES: Mapping[str, str] = MappingProxyType({})
 
@@ -167,7 +168,8 @@ class _Builder:
                 common = _describe(node_def)
                 if len(key) <= _LARGEST_SHARED_BYTES:
                     alike[key] = common
-            op_type, attrs, stateful = common.op, common.attrs, common.stateful
+            op_type, stateful = common.op, common.stateful
+            attrs: Mapping[str, Any] = common.attrs
             if common.functions:
                 op_type, attrs, stateful, acts = self._call(graph, node_name, node_def, op, attrs)
                 if not acts:
@@ -364,16 +366,14 @@ def _sample_numbers(count: int) -> list[int]:
     return [*range(0, count, 64), count - 1] if count else []
 
 
-def _read_operands(
-    defs: Mapping[str, Any], names: Mapping[str, str]
-) -> dict[str, tuple[tuple[Ref, ...], tuple[str, ...]]]:
-    """Returns (data operands, control operands) of each node of a graph, in the order of ``defs``.
+def _read_operands(defs: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, _Operands]:
+    """Returns the operands of each node of a graph by the node's new name, in the order of ``defs``.
 
     Args:
       defs: the graph's NodeDefs by name.
       names: TensorFlow's name of a node -> the name that takes its place; others keep theirs.
     """
-    found: dict[str, tuple[tuple[Ref, ...], tuple[str, ...]]] = {}
+    found: dict[str, _Operands] = {}
     refs_of: dict[str, Ref] = {}
     for name, node_def in defs.items():
         texts = node_def.input[:]  # a list, which is iterated in half the time of the message's own sequence
@@ -403,17 +403,16 @@ def _read_operands(
     return found
 
 
-def _find_needed(
-    operands: Mapping[str, tuple[tuple[Ref, ...], tuple[str, ...]]], roots: Sequence[str]
-) -> tuple[set[str], bool]:
-    """Returns the names of ``roots`` and of all nodes that these depend on, and whether each node of ``operands`` comes
-    after its operands.
+def _find_needed(operands: dict[str, _Operands], roots: Sequence[str]) -> tuple[set[str], bool]:
+    """Returns the names of ``roots`` and of all nodes that these depend on, and whether each of these comes after its
+    operands.
 
     Args:
-      operands: (data operands, control operands) of each node of a graph, by name.
+      operands: of each node of a graph, by its name, in order of creation: nodes come after their operands, except
+        where a control edge was added to an old node.
     """
     needed, later = set(roots), set[str]()
-    passed: list[str] = []  # nodes that none of those behind them needs
+    passed: list[str] = []  # nodes that no later one needs
     is_sorted = True
     for name, (refs, controls) in reversed(operands.items()):
         if name not in needed:
