@@ -397,7 +397,7 @@ def _read_operands(defs: Mapping[str, Any], names: Mapping[str, str]) -> dict[st
                     index = int(number)
                 if names:
                     node = names.get(node, node)
-                ref = refs_of[text] = tuple.__new__(Ref, (node, index))  # `Ref(...)` takes twice as long
+                ref = refs_of[text] = tuple.__new__(Ref, (node, index))  # `Ref(...)` calls a Python function
             refs.append(ref)
         found[names.get(name, name)] = tuple(refs), tuple(controls)
     return found

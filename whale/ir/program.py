@@ -73,7 +73,7 @@ class Node:
         marks: Marks = NO_MARKS,
     ) -> None:
         """Creates a node; ``attrs=None`` are none."""
-        # Passes create a million nodes for a large step. That of a frozen dataclass takes twice as long.
+        # Passes create a million nodes for a large step. A frozen dataclass's own takes nearly twice as long.
         _set_name(self, name)
         _set_op(self, op)
         _set_inputs(self, inputs)
@@ -91,7 +91,7 @@ class Node:
     def list_refs(self) -> tuple[Ref, ...]:
         """Returns references to all outputs of the node."""
         if len(self.outputs) == 1:  # nearly all nodes have one
-            return (tuple.__new__(Ref, (self.name, 0)),)  # `Ref(...)` takes twice as long
+            return (tuple.__new__(Ref, (self.name, 0)),)  # `Ref(...)` calls a Python function
         return tuple([Ref(self.name, i) for i in range(len(self.outputs))])
 
 
