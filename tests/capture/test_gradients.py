@@ -118,3 +118,22 @@ def test_what_was_there_is_restored() -> None:
     with tf.GradientTape() as tape:
         y = x * x
     assert tape.gradient(y, x).numpy() == 6.0
+
+
+def test_variables_of_custom_gradients_come_in_the_order_of_their_creation() -> None:
+    """In TensorFlow's set they come in the order of their addresses, which is another one in each process."""
+    weights = [tf.Variable(np.full(3 + i, 0.1 * i)) for i in range(9)]
+
+    @tf.custom_gradient
+    def used(x: tf.Tensor) -> object:
+        found = x + tf.add_n([tf.reduce_sum(w) for w in reversed(weights)])
+        return found, lambda slope, variables: (slope, [tf.ones_like(w) * slope for w in variables])
+
+    def step(x: tf.Tensor) -> list[tf.Tensor]:
+        with tf.GradientTape() as tape:
+            found = used(x)
+        return [found, *tape.gradient(found, weights)]
+
+    program = capture_function(step, [np.ones(())]).program
+    (node,) = (n for n in program.nodes if n.op == "IdentityN")
+    assert [program.find_type(ref).shape for ref in node.inputs][2:] == [(3 + i,) for i in range(9)]

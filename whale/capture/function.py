@@ -31,7 +31,7 @@ from tensorflow.python.ops import gen_dataset_ops, handle_data_util, resource_va
 from whale.capture.attrs import SCOPE_ATTR
 from whale.capture.captured import Captured, CapturedVariable, Traced
 from whale.capture.created import CreatedVariables, make_creation_error
-from whale.capture.gradients import scope_gradients
+from whale.capture.gradients import order_custom_gradients, scope_gradients
 from whale.capture.graph import Names, name_captures, read_graph
 from whale.capture.loss_scaling import LossScale, scale_losses
 from whale.capture.sharded import IteratorReads
@@ -128,7 +128,8 @@ def trace_function(
     autograph_artifact(call)
     scaled = nullcontext() if loss_scale is None else scale_losses(loss_scale)
     drawn = nullcontext() if drawing is None else drawing.install()
-    with _raise_own_errors(), scope_gradients(mark_gradients), scaled, drawn, _trace_element_loops(), around():
+    ordered = order_custom_gradients()
+    with _raise_own_errors(), scope_gradients(mark_gradients), ordered, scaled, drawn, _trace_element_loops(), around():
         try:
             concrete = tf.function(call, **options).get_concrete_function(*specs)
         except lift_to_graph.UnliftableError as error:

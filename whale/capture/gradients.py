@@ -4,17 +4,19 @@ TensorFlow computes the gradient of one op through one Python function: ``backpr
 ``gradients_util._MaybeCompile`` for tf.gradients. For ``tf.custom_gradient`` and for calls of functions,
 ``record.record_operation`` hands a backward function to the tape. ``scope_gradients`` wraps all three, so that they run
 under the scope attribute of the forward op.
+
+``order_custom_gradients`` puts the variables of a ``tf.custom_gradient`` into one order on all ranks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import tensorflow as tf
 from tensorflow.python.eager import backprop, record
-from tensorflow.python.ops import gradients_util
+from tensorflow.python.ops import custom_gradient, gradients_util
 
 try:
     from tensorflow.python import pywrap_tfe
@@ -66,6 +68,33 @@ def scope_gradients(marked: bool = False) -> Iterator[None]:
         yield
     finally:
         _install(tape_function, graph_function, recorded)
+
+
+@contextmanager
+def order_custom_gradients() -> Iterator[None]:
+    """Makes ``tf.custom_gradient`` take variables in the order in which they were created, inside of the context.
+
+    TensorFlow collects the variables that a function uses in a set, whose order follows from their addresses in memory,
+    and sorts them by name. Variables that a script gives no name have one in common, so that processes would trace
+    different graphs.
+    """
+    namespace = vars(custom_gradient)
+    before = namespace.get("sorted", sorted)
+
+    def sort_variables(variables: Iterable[Any], key: Callable[[Any], Any]) -> list[Any]:
+        return sorted(sorted(variables, key=_find_creation), key=key)
+
+    namespace["sorted"] = sort_variables
+    try:
+        yield
+    finally:
+        namespace["sorted"] = before
+
+
+def _find_creation(variable: Any) -> int:
+    """Returns a number that is larger the later TensorFlow has created a variable in its process."""
+    number = variable._unique_id.rpartition("_")[2]
+    return int(number) if number.isdecimal() else 0
 
 
 def _install(of_tape: Callable[..., Any], of_graph: Callable[..., Any], of_record: Callable[..., Any]) -> None:
