@@ -53,7 +53,7 @@ def tf_variable(v):
     return v if isinstance(v, tf.Variable) else v.value
 
 def elements(v):
-    held = tf.raw_ops.ReadVariableOp(resource=v.handle, dtype=v.dtype)  # one NaN where there is nothing
+    held = tf.raw_ops.ReadVariableOp(resource=vars(v)["_handle"], dtype=v.dtype)  # one NaN where there is nothing
     return int(tf.size(held)) * (held.shape == v.shape)
 
 def values(net):
