@@ -339,6 +339,35 @@ def test_an_earlier_order_that_nobody_knows_is_refused(
             next(iterator)
 
 
+@pytest.mark.parametrize("at_once", [False, True], ids=["partly before", "two at once"])
+def test_a_cache_that_two_iterations_have_filled_is_not_saved(ranks: Start, tmp_path: Path, at_once: bool) -> None:
+    """Of two iterations that begin before it is full, nobody knows later whose order it has."""
+    ranks(2)
+
+    def make() -> tf.data.Dataset:
+        numbers = np.where(np.arange(20) == 3, np.nan, np.arange(20.0))
+        return tf.data.Dataset.from_tensor_slices(numbers).shuffle(20, seed=4).cache()
+
+    def rest(batches: Any) -> list[list[float]]:
+        return [np.nan_to_num(batch, nan=-1.0).tolist() for batch in batches]
+
+    dataset = make()
+    first = tf.data.Dataset.sample_from_datasets([dataset, dataset.take(2)], seed=6) if at_once else dataset.take(2)
+    list(wh.shard(first.batch(3)))
+    filled = rest(wh.shard(dataset.batch(3)))
+    iterator = iter(wh.shard(dataset.batch(3)))
+    next(iterator)
+    checkpoint = tf.train.Checkpoint(data=iterator)
+    if at_once:
+        with pytest.raises(wh.ProgramError, match="which two iterations at once have filled"):
+            checkpoint.write(str(tmp_path / "saved"))
+        return
+    path = checkpoint.write(str(tmp_path / "saved"))
+    again = iter(wh.shard(make().batch(3)))
+    tf.train.Checkpoint(data=again).read(path).assert_consumed()
+    assert rest(again) == filled[1:] and rest(iterator) == filled[1:]
+
+
 def test_weights_that_tensorflow_does_not_see_are_named(
     ranks: Start, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

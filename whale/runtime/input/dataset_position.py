@@ -213,6 +213,14 @@ class ShardedIterator(Trackable):
                 expected="a dataset that another run reads in the same order",
                 action="give its shuffle a seed, or leave the iterator out of the checkpoint",
             )
+        if unknown := self._epochs.orders.find_unknown_fill():
+            raise ProgramError(
+                "the position in a dataset cannot be saved",
+                given=unknown,
+                expected="a cache that an iteration by itself has read to its end",
+                action="read the dataset once to its end before it is read twice at once (zip, sample_from_datasets), "
+                "put cache in front of shuffle, or leave the iterator out of the checkpoint",
+            )
         position, number, drawn, now = self.place
         return {_KEY: tf.constant([position, number, self._epochs.parts, *(drawn or ()), *(now or ())], tf.int64)}
 

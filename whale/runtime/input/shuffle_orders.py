@@ -26,6 +26,7 @@ Seeds = Callable[[], tuple[int, int]]
 # The generator is found in the dataset's graph, which has copies of its arrays; above this size it is not searched.
 _LARGEST_BYTES = 256 << 20
 _SEEDS_OF_AN_ORDER = 2
+_COMPARED = 64  # elements of a cache that tell its order
 _GENERATOR = "_whale_generator"
 _COMMON = "_whale_common"
 _IGNORED = 1  # ExternalStatePolicy of the graph: state outside of the dataset is ignored
@@ -263,6 +264,34 @@ class Orders:
         self.go_to(behind)
         return True
 
+    def find_unknown_fill(self) -> str:
+        """Returns why another process could not fill a cache of shuffled samples in the order that it has here; "": it
+        could.
+
+        Another process takes the last order that was drawn for that of the cache. It is another one if the cache was
+        read by two iterations at once before it was full. Then the first elements differ.
+        """
+        before = self.now()
+        if before is None:
+            return ""
+        for cache in self._caches:
+            own = self._places(cache)
+            # Where a single order was drawn, or one iteration draws several, nothing else can have filled it.
+            if repeats(cache) or all(before[i] <= _SEEDS_OF_AN_ORDER for i in own):
+                continue
+            held = iter(cache)
+            if self.now() == before:  # it is full
+                counts = list(before)
+                for i, count in zip(own, self._count_seeds_behind(cache, before), strict=True):
+                    counts[i] = count
+                self.go_to(counts)
+                same = all(map(_are_equal, itertools.islice(held, _COMPARED), cache._input_dataset))
+                self.go_to(before)
+                if not same:
+                    return "a cache of shuffled samples, which two iterations at once have filled"
+            self.go_to(before)
+        return ""
+
     def _places(self, cache: Any) -> list[int]:
         """Returns the indices of those shuffles whose order this cache, and no cache in front of it, holds."""
         inner = {id(one) for other in keeps_orders(cache) if other is not cache for one in _list_reshuffled(other)}
@@ -285,6 +314,15 @@ class Orders:
         now = self.now() or before
         self.go_to(before)
         return [behind[i] - (now[i] - before[i]) for i in own]
+
+
+def _are_equal(one: Any, other: Any) -> bool:
+    """Returns True if two elements of a dataset have the same values; of sparse and ragged tensors, the same parts."""
+    mine, theirs = (tf.nest.flatten(element, expand_composites=True) for element in (one, other))
+    return all(
+        a.shape == b.shape and bool(tf.reduce_all(tf.equal(a, b) | ((a != a) & (b != b))))  # NaN is NaN
+        for a, b in zip(mine, theirs, strict=True)
+    )
 
 
 def _list_reshuffled(dataset: Any) -> list[Any]:
