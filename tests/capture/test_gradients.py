@@ -121,7 +121,7 @@ def test_what_was_there_is_restored() -> None:
 
 
 def test_variables_of_custom_gradients_come_in_the_order_of_their_creation() -> None:
-    """In TensorFlow's set they come in the order of their addresses, which is another one in each process."""
+    """Traces alike in all processes: TensorFlow's set has them in the order of their addresses."""
     weights = [tf.Variable(np.full(3 + i, 0.1 * i)) for i in range(9)]
 
     @tf.custom_gradient

@@ -214,7 +214,7 @@ def test_software_is_found_by_what_tables_are_named(tmp_path: Path) -> None:
 
 
 def test_models_with_experts_are_predicted_under_software_that_launches_a_step_as_one_graph() -> None:
-    """No constant was fitted to these steps. Two on B300 are of software that launches experts one by one."""
+    """Predicts steps that no constant was fitted to. Two on B300 are of software that launches experts one by one."""
     _, cases = read(Path(__file__).with_name("experts_2026.csv"))
     errors = {one.label: one.predict().step_s / one.measured_s - 1 for one in cases}
     known = [abs(error) for label, error in errors.items() if " gb" in label]

@@ -179,7 +179,7 @@ _ALL = [  # in parts, none of which takes minutes beside other tests
     [pytest.param("cuda-ipc nccl pinned", 20_000, ["all_reduce", "send"], 40, id="short"), *_ALL],
 )
 def test_faults_of_a_library_for_gpus_are_found(transport: str, late_us: int, kinds: list[str], least: int) -> None:
-    """Missing waits, marks that come too early or on another stream, results that are taken too early.
+    """Plants missing waits, marks that come too early or on another stream, results that are taken too early.
 
     Args:
       least: faults that have to be planted: so many have these cases.

@@ -106,7 +106,7 @@ def test_runs_as_one_device(pool: Pool, run: Run) -> None:
 
 
 def test_updates_whose_arithmetic_goes_to_another_stage_and_back(pool: Pool) -> None:
-    """One that waits for its own result through another rank is not fused with what that rank waits for."""
+    """Fuses no update that waits for its own result through another rank with what that rank waits for."""
     run = Run(case_named("mlp_ftrl"), "mlp_ftrl", flavours()[0], "float64", "ftrl", Spread(2), scope="stage:2")
     outcome = compare(pool, run)
     assert not outcome.problems(run), (run, outcome)

@@ -265,7 +265,7 @@ def test_ranks_divide_the_tokens_of_long_sequences() -> None:
 
 
 def test_rows_that_take_several_micro_batches_are_divided_more_finely() -> None:
-    """Nine rows for each of eight devices go one by one, since three do not fit; nine quarters of a row do."""
+    """Divides nine rows for each of eight devices in quarters: three rows do not fit at once, nine quarters do."""
     one = case(314)
     model = one.model()
     found = search(model, model.machines, one.batch, Constraints(budget_s=1.5))
@@ -275,7 +275,7 @@ def test_rows_that_take_several_micro_batches_are_divided_more_finely() -> None:
 
 
 def test_unequal_devices_share_rows_by_their_speed_under_the_plans_expert_parallel_degree() -> None:
-    """Eight T4s exchange tokens more slowly than two P100s, but are faster where each has all experts."""
+    """Shares rows by speeds without exchanges of tokens, in which T4s are slower and else faster than P100s."""
     one = case(320)
     model = one.model()
     moves = Search(model, model.machines, one.batch, Constraints()).moves

@@ -341,7 +341,7 @@ def test_an_earlier_order_that_nobody_knows_is_refused(
 
 @pytest.mark.parametrize("at_once", [False, True], ids=["partly before", "two at once"])
 def test_a_cache_that_two_iterations_have_filled_is_not_saved(ranks: Start, tmp_path: Path, at_once: bool) -> None:
-    """Of two iterations that begin before it is full, nobody knows later whose order it has."""
+    """Refuses it where two iterations begin before it is full: nobody knows later whose order it has."""
     ranks(2)
 
     def make() -> tf.data.Dataset:

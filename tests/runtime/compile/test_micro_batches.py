@@ -90,7 +90,7 @@ def test_a_micro_batch_costs_a_few_nodes_and_products_are_in_one_function(ranks:
 def test_shares_of_ranks_that_need_the_same_rows_are_added_up(
     ranks: Start, rolled: list[Program], shares: list[int]
 ) -> None:
-    """All of the model is split over two ranks, which then read each other's rows: shares of the pair count."""
+    """Splits all of a model over pairs of ranks, which read the same rows: the share of a pair counts."""
     generator = np.random.default_rng(3)
     x, y = generator.standard_normal((16, 6)), generator.standard_normal((16, 2))
     first = [generator.standard_normal(shape) for shape in ((6, 8), (8, 2))]

@@ -285,7 +285,7 @@ def test_steps_are_traced_again_as_one_process_traced_them(ranks: Callable[..., 
 
 
 class Weighted(keras.Model):
-    """Its settings are changed while it trains."""
+    """Has settings that are changed while it trains."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -147,7 +147,7 @@ class Late(tf.Module):
 
 
 def resumed(function: Callable[..., Any], folder: Path) -> list[float]:
-    """The losses of a run of five steps, then of one that begins with a checkpoint of the first three."""
+    """Returns the losses of a run of five steps, then of one that begins with a checkpoint of the first three."""
     whole, again = Late(function), Late(function)
     losses = [float(whole.step(X[:8])) for _ in range(3)]
     path = tf.train.Checkpoint(model=whole).write(str(folder / "weights"))
