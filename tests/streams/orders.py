@@ -72,6 +72,7 @@ DERIVED: dict[str, Callable[[tf.data.Dataset], tf.data.Dataset]] = {
     "padded": lambda d: d.unbatch().padded_batch(5, ([3], [])),
     "rebatched": lambda d: d.rebatch(4),
 }
+STOPS = ("first", "twice", "first mapped")
 READ_AHEAD = ("mapped", "first", "first mapped", "shuffled", "and again", "in turn", "padded", "rebatched")
 ACTS = (
     "loop",
@@ -163,10 +164,10 @@ def drawn(number: int) -> Program:
     )
     # TensorFlow reads ahead, a batch or more, as it sees fit: where that begins the next order of a repetition, and the
     # repetition is not read to its end, or another iteration begins meanwhile, nobody can say which order is whose; and
-    # where a loop stops at the last batches but one of a cache, nobody can say whether that is full.
+    # where a loop or take stops at the last batches but one of a cache, nobody can say whether that is full.
     races = repeats if number < RACING else ""
-    derived = [name for name in DERIVED if not (races and name in READ_AHEAD)]
     short = number < RACING and "cache" in rest and int(data.make().cardinality()) < LONG
+    derived = [name for name in DERIVED if not (races and name in READ_AHEAD) and not (short and name in STOPS)]
     kinds = [act for act in ACTS if not ((races or short) and act in PARTS)]
     acts = []
     for _ in range(draw.randint(3, 6)):

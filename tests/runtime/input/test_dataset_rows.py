@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -397,3 +398,29 @@ def test_orders_that_would_differ_are_refused(make: Make, given: str) -> None:
         of_ranks(make, 2)
     assert given in caught.value.facts["given"]
     assert 'by="file"' in str(caught.value.action)
+
+
+@pytest.mark.parametrize("calls", [None, 3, tf.data.AUTOTUNE])
+def test_what_is_read_of_a_cache_of_shuffled_samples_follows_from_the_batches_taken(calls: int | None) -> None:
+    """Whether the cache is full when a loop stops early decides the next order, so ranks must not differ in it."""
+    read: list[list[int]] = [[], []]
+
+    def make(rank: int) -> tf.data.Dataset:
+        def note(y: np.ndarray) -> np.ndarray:
+            read[rank].append(int(y))
+            return y
+
+        numbers = tf.data.Dataset.range(60).map(lambda y: tf.numpy_function(note, [y], tf.int64))
+        kept = numbers.map(lambda y: tf.ensure_shape(y, [])).shuffle(4, seed=5).cache()
+        return kept.map(twice, num_parallel_calls=calls).batch(3, num_parallel_calls=calls).take(2)
+
+    for _ in range(8):
+        made = map(make, range(2))
+        iterators = [iter(dataset) for dataset in of_ranks(made.__next__, 2)]
+        for iterator in iterators:
+            assert len(list(iterator)) == 2
+        time.sleep(0.02)  # what reads ahead does it now
+        # Two batches, and three samples that wait in the shuffle's buffer.
+        assert [len(numbers) for numbers in read] == [9, 9]
+        for numbers in read:
+            numbers.clear()

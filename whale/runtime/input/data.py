@@ -40,7 +40,7 @@ from whale.runtime.input.local_batches import (
     rows_of,
     rows_of_values,
 )
-from whale.runtime.input.shuffle_orders import Orders, keeps_orders, reshuffles, restarts
+from whale.runtime.input.shuffle_orders import Orders, reshuffles, restarts
 
 Element = Any  # a structure of tensors, as the dataset yields it
 _OfDataset = tuple[str, int, int, dict[str, int]]  # element spec, number of batches, a seed, checksums of its build
@@ -128,9 +128,12 @@ class ShardedDataset:
                 options.autotune.enabled = False
         # Reading ahead across a repetition's end begins the next order. A prefetch thread would do that some time after
         # the last batch is taken: on a busy machine perhaps after the next iteration has begun, and on one rank only.
-        self._one_ahead = bool(keeps_orders(self._whole)) or (self._own is not None and self._own.reads_ahead)
+        self._one_ahead = self._orders.has_caches or (self._own is not None and self._own.reads_ahead)
         if self._one_ahead:
             options.experimental_optimization.inject_prefetch = False
+            if self._orders.has_caches:  # maps that TensorFlow makes parallel, or joins with batch, read on into it
+                options.experimental_optimization.map_parallelization = False
+                options.experimental_optimization.map_and_batch_fusion = False
             self._read = self._read.with_options(options)
             return
         ahead = context.config["batch.prefetch"]
@@ -206,8 +209,8 @@ class ShardedDataset:
         """Yields the elements that this rank's dataset reads, from number ``start`` on.
 
         When a loop stops early, what was read ahead decides whether a cache is full and which order a shuffle is in.
-        TensorFlow reads one batch ahead in a young loop; here every rank reads exactly one ahead in such datasets, so
-        that all stay in step.
+        TensorFlow reads ahead in a loop by as much as its threads get to; here every rank reads exactly one batch ahead
+        in such datasets, so that all stay in step.
         """
         elements = iter(_skip(self._read, start))
         return _one_ahead(elements) if self._one_ahead else elements

@@ -35,6 +35,7 @@ from whale.runtime.input.shuffle_orders import (
     common_order,
     generator_of,
     is_reshuffled,
+    keeps_orders,
     read_graph,
     reshuffles,
     restarts,
@@ -798,4 +799,8 @@ def _number(value: Any) -> int:
 
 
 def _parallel(made: Any) -> tuple[Any, ...]:
-    return (made._num_parallel_calls,) if hasattr(made, "_num_parallel_calls") else ()
+    """Returns ``num_parallel_calls`` of a map or batch; nothing behind a cache of shuffled samples, where calls that
+    read ahead would decide, on each rank by chance, whether an iteration that stops early has filled it.
+    """
+    is_parallel = hasattr(made, "_num_parallel_calls") and not keeps_orders(made)
+    return (made._num_parallel_calls,) if is_parallel else ()

@@ -154,6 +154,11 @@ class Orders:
         self._caches = keeps_orders(dataset)
         self._takes = any(type(d).__name__ == "_TakeDataset" and keeps_orders(d) for d in upstream(dataset))
 
+    @property
+    def has_caches(self) -> bool:
+        """Returns True if a cache in memory holds samples in one order of a reshuffling shuffle (``keeps_orders``)."""
+        return bool(self._caches)
+
     @cached_property
     def _generators(self) -> list[tf.Tensor] | None:
         found = [generator_of(one) for one in self._shuffles]
@@ -253,9 +258,8 @@ class Orders:
         for i, count in zip(own, first, strict=True):
             counts[i] = count
         self.go_to(counts)
-        elements = iter(cache)
-        now = self.now() or before
-        if all(now[i] == counts[i] for i in own):  # it is full already
+        elements, is_full = self._open(cache)
+        if is_full:
             if [before[i] for i in own] != [behind[i] for i in own]:
                 raise _other_order()
         else:
@@ -279,8 +283,8 @@ class Orders:
             # Where a single order was drawn, or one iteration draws several, nothing else can have filled it.
             if repeats(cache) or all(before[i] <= _SEEDS_OF_AN_ORDER for i in own):
                 continue
-            held = iter(cache)
-            if self.now() == before:  # it is full
+            held, is_full = self._open(cache)
+            if is_full:
                 counts = list(before)
                 for i, count in zip(own, self._count_seeds_behind(cache, before), strict=True):
                     counts[i] = count
@@ -291,6 +295,12 @@ class Orders:
                     return "a cache of shuffled samples, which two iterations at once have filled"
             self.go_to(before)
         return ""
+
+    def _open(self, cache: Any) -> tuple[Iterator[Any], bool]:
+        """Begins an iteration of a cache; returns it, and whether the cache is full, since then it draws no seeds."""
+        before = self.now()
+        elements = iter(cache)
+        return elements, self.now() == before
 
     def _places(self, cache: Any) -> list[int]:
         """Returns the indices of those shuffles whose order this cache, and no cache in front of it, holds."""
