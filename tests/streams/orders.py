@@ -135,6 +135,10 @@ CASES = (
         replace(_SIMPLE, buffer=4, rest=("shuffle", "batch")),
         (("restart", "first mapped", 2), ("loop", "all", 1), ("fit", "all", 1)),
     ),
+    Program(
+        replace(_SIMPLE, samples=22, buffer=22, rest=("shuffle", "skip", "batch")),
+        (("restart", "in turn", 2), ("shard part", "first mapped", 2)),
+    ),
 )
 
 
@@ -151,6 +155,7 @@ def drawn(number: int) -> Program:
     if repeats == "before":
         rest.append("repeat")
     rest.append(draw.choice(["batch", "batch", "full batches"]))
+    counts_one_more = rest[-1] == "full batches"  # Keras, at the end of batches of which it does not know how many
     if repeats == "behind":
         rest.append("repeat")
     data = Data(
@@ -167,7 +172,8 @@ def drawn(number: int) -> Program:
     # where a loop or take stops at the last batches but one of a cache, nobody can say whether that is full.
     races = repeats if number < RACING else ""
     short = number < RACING and "cache" in rest and int(data.make().cardinality()) < LONG
-    derived = [name for name in DERIVED if not (races and name in READ_AHEAD) and not (short and name in STOPS)]
+    left_out = {*(READ_AHEAD if races else ()), *(STOPS if short else ()), *(["in turn"] if counts_one_more else ())}
+    derived = [name for name in DERIVED if name not in left_out]
     kinds = [act for act in ACTS if not ((races or short) and act in PARTS)]
     acts = []
     for _ in range(draw.randint(3, 6)):

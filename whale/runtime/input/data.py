@@ -70,7 +70,7 @@ class ShardedDataset:
         agreed = agreed or (context.elastic is not None and context.elastic.is_catching_up)  # the others have compared
         shares_rows = context.has_other_processes and by == "row" and not agreed
         self._seed = context.retry_after_loss(self._common_seed) if shares_rows else self._draw_seed()
-        self._orders = Orders(dataset)
+        self._orders = Orders(dataset, context.config["batch.prefetch"])
         # Elastic runs compare no batches: after a loss or a join, ranks may have begun to read at different places.
         self._every = context.config["debug.check_inputs"] if shares_rows and context.elastic is None else 0
         self._compares = (

@@ -10,6 +10,7 @@ Decision: 0136.
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from typing import Any
@@ -148,7 +149,13 @@ class Orders:
     for checkpoints of a position in the dataset, and for processes that join.
     """
 
-    def __init__(self, dataset: tf.data.Dataset) -> None:
+    def __init__(self, dataset: tf.data.Dataset, ahead: int) -> None:
+        """Finds the dataset's shuffles and caches.
+
+        Args:
+          ahead: number of batches that an iteration reads ahead of its loop.
+        """
+        self._ahead = ahead
         self._shuffles = _list_reshuffled(dataset)
         self._draws_later = repeats(dataset) or len(self._shuffles) > 1
         self._caches = keeps_orders(dataset)
@@ -198,18 +205,24 @@ class Orders:
         behind = before if later is None else later
         incomplete = [cache for cache in self._caches if not self._is_refilled(cache, drawn, behind, before)]
         self.go_to(drawn)
-        elements = begin()
-        if self._draws_later:  # the orders up to here are drawn with the first element
-            elements = itertools.chain(list(itertools.islice(elements, 1)), elements)
+        elements, read = begin(), list[Any]()
         found = self.now() or before
+        # The orders up to here are drawn with the first element; further ones, where an iteration draws several, with
+        # what the other process had read ahead.
+        for element in itertools.islice(elements, self._ahead + 2 if self._draws_later else 0):
+            read.append(element)
+            found = self.now() or before
+            if not any(map(operator.lt, found, behind)):
+                break
         for cache in incomplete:
             own = self._places(cache)
             if all(found[i] == drawn[i] for i in own) and self._count_seeds_behind(cache, before) != [
                 drawn[i] for i in own
             ]:
                 raise _other_order()
-        self.go_to([max(counts) for counts in zip(behind, found, strict=True)])
-        return elements
+        if any(map(operator.lt, found, behind)):
+            self.go_to([max(counts) for counts in zip(behind, found, strict=True)])
+        return itertools.chain(read, elements)
 
     def join(self, drawn: Sequence[int], has_ended: bool) -> None:
         """Makes the shuffles continue like those of another process; called in a process that joins.
