@@ -165,9 +165,12 @@ def connect_groups(groups: Sequence[Sequence[int]], comm: whale_ops.Communicator
 
 
 def count_device_buffer_bytes(config: Config) -> int:
-    """Returns the bytes of GPU memory that Whale's exchange buffers take, not counting what NCCL itself allocates."""
-    copies = {"nccl": 1, "cuda-ipc": 2}.get(config["communication.backend"], 0)  # "pinned" has buffers on the host
-    return copies * max(config.bucket_bytes, _LEAST_BUFFER_BYTES)
+    """Returns the bytes of GPU memory that Whale's exchange buffers take, but for a small one, and for what NCCL itself
+    allocates.
+    """
+    # Two are packed in turn, and "cuda-ipc" shows a third one to other ranks; "pinned" has buffers on the host.
+    buffers = {"nccl": 2, "cuda-ipc": 3}.get(config["communication.backend"], 0)
+    return buffers * max(config.bucket_bytes, _LEAST_BUFFER_BYTES)
 
 
 def find_library() -> Path:

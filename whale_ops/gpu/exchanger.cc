@@ -1,10 +1,19 @@
 #include "whale_ops/gpu/exchanger.h"
 
+#include <algorithm>
 #include <utility>
 
 #include "whale_ops/gpu/queue.h"
 
 namespace whale::cuda {
+namespace {
+
+// What is small: this part of a buffer, 256 KiB of 32 MiB, which an H100 packs in 0.2 us
+// (docs/gpu.md), less than the host takes for one event between streams.
+constexpr size_t kSmallPart = 128, kLeastBytes = 256;
+
+}  // namespace
+
 Status Exchanger::open(std::unique_ptr<DeviceTransport> transport, const Gpu& gpu,
                        size_t buffer_bytes, std::unique_ptr<Exchanger>* exchanger) {
   std::unique_ptr<Exchanger> made(new Exchanger(gpu));
@@ -14,8 +23,22 @@ Status Exchanger::open(std::unique_ptr<DeviceTransport> transport, const Gpu& gp
   Status status = current.status();
   // Highest priority, since other ranks wait for the small kernels of an exchange, and only this
   // GPU for those of the computation.
-  if (status.ok()) status = gpu.create_stream(&made->stream_);
-  if (status.ok()) status = check(driver().cuMemAlloc(&made->buffer_, buffer_bytes), "cuMemAlloc");
+  for (CUstream* stream : {&made->stream_, &made->packing_, &made->unpacking_}) {
+    if (status.ok()) status = gpu.create_stream(stream);
+  }
+  const auto create_event = [&status](CUevent* event) {
+    if (status.ok())
+      status = check(driver().cuEventCreate(event, kEventDisableTiming), "cuEventCreate");
+  };
+  const auto allocate = [&status](CUdeviceptr* memory, size_t bytes) {
+    if (status.ok()) status = check(driver().cuMemAlloc(memory, bytes), "cuMemAlloc");
+  };
+  create_event(&made->behind_);
+  allocate(&made->small_, std::max(buffer_bytes / kSmallPart, kLeastBytes));
+  for (Buffer& buffer : made->buffers_) {
+    create_event(&buffer.free);
+    allocate(&buffer.memory, buffer_bytes);
+  }
   if (status.ok()) *exchanger = std::move(made);
   return status;
 }
@@ -24,10 +47,17 @@ Exchanger::~Exchanger() {
   const Current current(gpu_);
   if (stream_ != nullptr) {
     transport_->let_others_end(stream_);
-    driver().cuStreamSynchronize(stream_);
+    synchronize();
   }
-  if (buffer_ != 0) driver().cuMemFree(buffer_);
-  if (stream_ != nullptr) driver().cuStreamDestroy(stream_);
+  for (const CUdeviceptr memory : {small_, buffers_[0].memory, buffers_[1].memory}) {
+    if (memory != 0) driver().cuMemFree(memory);
+  }
+  for (CUevent event : {behind_, buffers_[0].free, buffers_[1].free}) {
+    if (event != nullptr) driver().cuEventDestroy(event);
+  }
+  for (CUstream stream : {packing_, stream_, unpacking_}) {
+    if (stream != nullptr) driver().cuStreamDestroy(stream);
+  }
   transport_.reset();
 }
 
@@ -47,11 +77,13 @@ Status Exchanger::launch(const DeviceOperation& what, void* mark) {
   for (const DeviceCopy& one : what.before) {
     if (status.ok()) status = queue_copy(one, stream_);
   }
-  if (status.ok()) status = reduces ? all_reduce(what) : transport_->exchange(what, stream_);
+  CUstream last = stream_;
+  if (status.ok())
+    status = reduces ? all_reduce(what, event, &last) : transport_->exchange(what, stream_);
   for (const DeviceCopy& one : what.after) {
-    if (status.ok()) status = queue_copy(one, stream_);
+    if (status.ok()) status = queue_copy(one, last);
   }
-  const Status recorded = check(driver().cuEventRecord(event, stream_), "cuEventRecord");
+  const Status recorded = check(driver().cuEventRecord(event, last), "cuEventRecord");
   return status.ok() ? recorded : status;
 }
 
@@ -64,22 +96,53 @@ Status Exchanger::let_wait(void* stream, void* mark) {
                      : status;
 }
 
-Status Exchanger::all_reduce(const DeviceOperation& what) {
+Status Exchanger::follow(CUstream later, CUstream earlier) {
+  if (later == earlier) return Status::Ok();
+  const Status status = check(driver().cuEventRecord(behind_, earlier), "cuEventRecord");
+  return status.ok() ? check(driver().cuStreamWaitEvent(later, behind_, 0), "cuStreamWaitEvent")
+                     : status;
+}
+
+Status Exchanger::all_reduce(const DeviceOperation& what, CUevent mark, CUstream* last) {
   const bool as_it_is = what.tensors.size() == 1 && what.wire == what.dtype && what.scale == 1.0f;
+  const size_t element_bytes = bytes_of(what.wire);
+  const auto chunks = in_chunks(what, static_cast<int64_t>(buffer_bytes_ / element_bytes));
+  size_t bytes = 0;
+  for (const DeviceTensor& tensor : what.tensors)
+    bytes += static_cast<size_t>(tensor.count) * element_bytes;
+  const bool is_small = bytes <= buffer_bytes_ / kSmallPart;
   Status status;
-  for (const std::vector<DeviceTensor>& chunk :
-       in_chunks(what, static_cast<int64_t>(buffer_bytes_ / bytes_of(what.wire)))) {
+  if (!as_it_is && !is_small) {
+    *last = unpacking_;
+    if (!what.before.empty()) status = follow(packing_, stream_);
+  }
+  for (const std::vector<DeviceTensor>& chunk : chunks) {
     if (!status.ok()) break;
     const DeviceTensor& first = chunk[0];
     status = as_it_is
                  ? transport_->all_reduce(what, first.input, first.output, first.count, stream_)
-                 : packed(what, chunk);
+             : is_small ? packed(what, chunk, small_, stream_, stream_)
+                        : in_turn(what, chunk, mark);
   }
   return status;
 }
 
-// Packs a chunk, exchanges it and unpacks it. What follows on the stream may reuse the buffer.
-Status Exchanger::packed(const DeviceOperation& what, const std::vector<DeviceTensor>& chunk) {
+Status Exchanger::in_turn(const DeviceOperation& what, const std::vector<DeviceTensor>& chunk,
+                          CUevent mark) {
+  const Buffer& buffer = buffers_[turn_++ % buffers_.size()];
+  // An event that was never recorded lets whoever waits go on.
+  Status status;
+  for (CUevent event : {mark, buffer.free}) {
+    if (status.ok())
+      status = check(driver().cuStreamWaitEvent(packing_, event, 0), "cuStreamWaitEvent");
+  }
+  if (status.ok()) status = packed(what, chunk, buffer.memory, packing_, unpacking_);
+  return status.ok() ? check(driver().cuEventRecord(buffer.free, unpacking_), "cuEventRecord")
+                     : status;
+}
+
+Status Exchanger::packed(const DeviceOperation& what, const std::vector<DeviceTensor>& chunk,
+                         CUdeviceptr memory, CUstream packing, CUstream unpacking) {
   std::vector<Span> inputs, outputs;
   int64_t count = 0;
   for (const DeviceTensor& tensor : chunk) {
@@ -87,7 +150,7 @@ Status Exchanger::packed(const DeviceOperation& what, const std::vector<DeviceTe
     outputs.push_back({tensor.output, tensor.count});
     count += tensor.count;
   }
-  void* buffer = reinterpret_cast<void*>(buffer_);
+  void* buffer = reinterpret_cast<void*>(memory);
   // Sums in float16 overflow above 65504. Dividing by a power of two that is not below the number
   // of ranks keeps them no larger than the summands.
   float divisor = 1.0f;
@@ -95,17 +158,23 @@ Status Exchanger::packed(const DeviceOperation& what, const std::vector<DeviceTe
       what.wire != what.dtype) {
     while (divisor < static_cast<float>(what.size())) divisor *= 2.0f;
   }
-  Status status = pack(gpu_, inputs, what.dtype, buffer, what.wire, 1.0f / divisor, stream_);
+  Status status = pack(gpu_, inputs, what.dtype, buffer, what.wire, 1.0f / divisor, packing);
+  if (status.ok()) status = follow(stream_, packing);
   if (status.ok()) status = transport_->all_reduce(what, buffer, buffer, count, stream_);
+  if (status.ok()) status = follow(unpacking, stream_);
   if (status.ok())
-    status = unpack(gpu_, buffer, what.wire, outputs, what.dtype, what.scale * divisor, stream_);
+    status = unpack(gpu_, buffer, what.wire, outputs, what.dtype, what.scale * divisor, unpacking);
   return status;
+}
+
+void Exchanger::synchronize() {
+  for (CUstream stream : {packing_, stream_, unpacking_}) driver().cuStreamSynchronize(stream);
 }
 
 void Exchanger::abandon() {
   const Current current(gpu_);
   transport_->abandon();
-  driver().cuStreamSynchronize(stream_);
+  synchronize();
 }
 
 }  // namespace whale::cuda

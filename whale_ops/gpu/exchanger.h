@@ -2,6 +2,7 @@
 // computation.
 #pragma once
 
+#include <array>
 #include <memory>
 #include <vector>
 
@@ -12,14 +13,19 @@
 
 namespace whale::cuda {
 
-// Packs, sends and unpacks on a stream of its own. An operation is reported as done when its event
-// has completed, so that the computation goes on meanwhile, or, with `let_wait`, as soon as the
-// computation's stream has been made to wait for that event. A mark is an event: first on the
-// computation's stream, and on this object's stream once the operation is queued. An all-reduce of
-// a single tensor that needs no conversion is not packed.
+// Exchanges on a stream of its own. An operation is reported as done when its event has completed,
+// so that the computation goes on meanwhile, or, with `let_wait`, as soon as the computation's
+// stream has been made to wait for that event. A mark is an event: first on the computation's
+// stream, and on one of this object's streams once the operation is queued. An all-reduce of a
+// single tensor that needs no conversion is not packed. All others are packed on a second stream
+// and unpacked on a third one, into two buffers in turn: while one is exchanged, the next is packed
+// and the one before unpacked. Those that are small take less time than the streams' waiting for
+// each other: they are packed, exchanged and unpacked on one stream, in a third, small buffer.
+// Decision: 0210 (docs/decisions).
 class Exchanger final : public Device {
  public:
-  // `buffer_bytes`: size of the buffer for packed tensors; longer all-reduces are cut into parts.
+  // `buffer_bytes`: size of each of the two buffers for packed tensors; longer all-reduces are cut
+  // into parts.
   static Status open(std::unique_ptr<DeviceTransport> transport, const Gpu& gpu,
                      size_t buffer_bytes, std::unique_ptr<Exchanger>* exchanger);
   ~Exchanger() override;
@@ -38,14 +44,31 @@ class Exchanger final : public Device {
 
  private:
   explicit Exchanger(const Gpu& gpu) : gpu_(gpu), marks_(gpu) {}
-  Status all_reduce(const DeviceOperation& what);
-  Status packed(const DeviceOperation& what, const std::vector<DeviceTensor>& chunk);
+  // A buffer for packed tensors, and when what was packed into it last has been unpacked.
+  struct Buffer {
+    CUdeviceptr memory = 0;
+    CUevent free = nullptr;
+  };
+  // Queues an all-reduce; sets the stream whose next event comes after all of it.
+  Status all_reduce(const DeviceOperation& what, CUevent mark, CUstream* last);
+  // Queues a chunk of it through the next of the two buffers.
+  Status in_turn(const DeviceOperation& what, const std::vector<DeviceTensor>& chunk, CUevent mark);
+  // Packs a chunk on one stream, exchanges it on stream_ and unpacks it on another one; each is
+  // the same stream, or waits for the one before.
+  Status packed(const DeviceOperation& what, const std::vector<DeviceTensor>& chunk,
+                CUdeviceptr memory, CUstream packing, CUstream unpacking);
+  // Makes what is queued on `later` from now on come after what is queued on `earlier`.
+  Status follow(CUstream later, CUstream earlier);
+  void synchronize();
 
   std::unique_ptr<DeviceTransport> transport_;
   const Gpu& gpu_;
   size_t buffer_bytes_ = 0;
-  CUdeviceptr buffer_ = 0;
-  CUstream stream_ = nullptr;
+  std::array<Buffer, 2> buffers_;
+  size_t turn_ = 0;  // of the buffers
+  CUdeviceptr small_ = 0;
+  CUstream stream_ = nullptr, packing_ = nullptr, unpacking_ = nullptr;
+  CUevent behind_ = nullptr;  // recorded on one stream, and at once waited for by another
   Marks marks_;
 };
 
