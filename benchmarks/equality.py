@@ -3,7 +3,9 @@
     whale run -np 2 benchmarks/equality.py [--blocks 40] [--steps 200]
 
 A small perceptron, of which two processes take some 1,000 steps a second, is compiled with and without each of these.
-Blocks of steps are taken in turns; printed are medians over blocks, and the median of the ratio of neighbouring ones.
+Blocks of steps are taken in turns, with it, without, without, with it; printed are medians over blocks, and the
+quartiles of the ratio of two blocks with it to the two without that they surround. Where the machine's noise hides what
+a comparison takes, its own time tells: another line is the part of the blocks with it that was spent in comparing.
 """
 
 from __future__ import annotations
@@ -21,8 +23,9 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 import tensorflow as tf
 
 import whale as wh
+from whale.runtime.input import equal_inputs
 
-ROWS, FEATURES, LAYERS = 32, 64, 3
+ROWS, FEATURES, LAYERS = 128, 128, 3
 STEP = "whale.runtime.compile.step"
 ORDERS = "whale.runtime.input.shuffle_orders._find_generator"
 
@@ -90,6 +93,20 @@ def _taken(step: Any, batches: Any) -> None:
     float(loss)
 
 
+class Timed:
+    """Adds up how long the calls of a function take."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function, self.took_s = function, 0.0
+
+    def __call__(self, *args: Any, **more: Any) -> Any:
+        start_s = time.perf_counter()
+        try:
+            return self._function(*args, **more)
+        finally:
+            self.took_s += time.perf_counter() - start_s
+
+
 def seconds(block: Callable[[], None]) -> float:
     """Measures how long one block of steps takes."""
     start_s = time.perf_counter()
@@ -103,17 +120,23 @@ def main() -> None:
     arguments.add_argument("--steps", type=int, default=200)
     asked = arguments.parse_args()
     wh.init({"batch.random": "global"})
+    comparing = Timed(equal_inputs.refuse_other_values)
+    equal_inputs.refuse_other_values = comparing  # type: ignore[assignment]
     for name, make in (("comparing inputs", compared), ("random streams", streams), ("orders of datasets", orders)):
         with_it, without = make(asked.steps)
         seconds(with_it), seconds(without)
-        found = []
-        for i in range(asked.blocks):  # each is the first of a pair half of the time
-            pair = [seconds(block) for block in ((with_it, without) if i % 2 else (without, with_it))]
-            found.append(pair if i % 2 else pair[::-1])
+        comparing.took_s, found = 0.0, []
+        for _ in range(asked.blocks):
+            first, *others, last = [seconds(block) for block in (with_it, without, without, with_it)]
+            found.append(((first + last) / 2, sum(others) / 2))
         rates = [asked.steps / statistics.median(column) for column in zip(*found)]
-        cost = statistics.median(one / other for one, other in found) - 1
+        quartiles = statistics.quantiles([100 * (one / other - 1) for one, other in found], n=4)
         if wh.rank() == 0:
-            print(f"{name}: {rates[0]:.0f} steps/s, without {rates[1]:.0f}: {100 * cost:+.2f} %", flush=True)
+            low, middle, high = (f"{cost:+.2f}" for cost in quartiles)
+            print(f"{name}: {rates[0]:.0f} steps/s, without {rates[1]:.0f}: {middle} % ({low} to {high})", flush=True)
+            if name == "comparing inputs":
+                part = comparing.took_s / (2 * sum(with_s for with_s, _ in found))
+                print(f"in comparisons themselves: {100 * part:.2f} %", flush=True)
 
 
 if __name__ == "__main__":

@@ -260,7 +260,8 @@ def _sample(value: tf.Tensor) -> tf.Tensor:
     """Returns the whole tensor, or of a large one elements at equal distances, since tensors that differ usually differ
     nearly everywhere.
     """
-    distance = -(-value.dtype.size * int(tf.size(value)) // _MOST_BYTES) if value.dtype != tf.string else 1
+    size = 0 if value.dtype == tf.string else value.dtype.size * value.shape.num_elements()
+    distance = -(-size // _MOST_BYTES)
     return value if distance <= 1 else tf.reshape(value, [-1])[::distance]
 
 
