@@ -132,13 +132,23 @@ def _compile_loss(
     """
     if not rows_unknown.get():
         return original(losses, y_true, y_pred, *args, **kwargs)
-    if not losses.built:
-        losses.build(y_true, y_pred)
-    for metric in losses.metrics:
-        metric.update_state = functools.partial(_update_without_rows, metric.update_state)
+
+    def wrap_metrics() -> None:
+        for metric in losses.metrics:
+            metric.update_state = functools.partial(_update_without_rows, metric.update_state)
+
+    def build(*given: Any) -> None:
+        type(losses).build(losses, *given)
+        wrap_metrics()
+
+    if losses.built:
+        wrap_metrics()
+    else:  # Keras builds it once it has arranged the targets as the losses are
+        losses.build = build
     try:
         return original(losses, y_true, y_pred, *args, **kwargs)
     finally:
+        vars(losses).pop("build", None)
         for metric in losses.metrics:
             vars(metric).pop("update_state", None)
 
