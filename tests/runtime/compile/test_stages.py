@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -202,6 +202,30 @@ def test_devices_are_those_that_the_script_names(ranks: Start) -> None:
 def test_ranks_that_make_no_whole_pipelines(ranks: Start, stages: int, count: int, groups: list) -> None:
     plan = assert_equals_one_device(ranks, lambda stage: Chain(stage, stages), count)
     assert [group.ranks for group in plan.stage_groups] == groups
+
+
+@contextlib.contextmanager
+def split_stage() -> Iterator[None]:
+    with wh.stage(), wh.split():
+        yield
+
+
+def test_batches_of_another_size_under_split_scopes_in_stages_of_two_ranks_and_one(ranks: Start) -> None:
+    def train(stage: Stage, function: Any) -> list[np.ndarray]:
+        model = Chain(stage, 2)
+        step = function(model.step)
+        found = [value.numpy() for rows in (ROWS, ROWS - 2) for value in step(*(t[:rows] for t in batch(rows)))]
+        return found + [tf.convert_to_tensor(v).numpy() for v in (*model.weights, *model.optimizer.variables)]
+
+    wanted = train(contextlib.nullcontext, tf.function)
+    ranks(3)
+    scopes = itertools.cycle([wh.stage, split_stage])
+
+    def second_is_split() -> Any:
+        return next(scopes)()
+
+    for number, (a, b) in enumerate(zip(train(second_is_split, wh.function), wanted, strict=True)):
+        np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-13, err_msg=str(number))
 
 
 def test_a_stage_inside_a_stage(ranks: Start) -> None:

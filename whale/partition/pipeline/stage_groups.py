@@ -107,11 +107,11 @@ def _plan_kinds(
         kind: inside.but(
             size=kind.size,
             mesh=kind.mesh,
-            split__tiles=_find_known_layouts(settings, kind),
+            split__tiles=_find_known_layouts(program, settings, kind, numbered, number),
             batch__inputs=_find_shared_inputs(program, settings, kind),
             batch__shares=kind.shares,
         )
-        for kind in kinds
+        for number, kind in enumerate(kinds)
     }
     same_rows = rest or wants_same_rows(in_positions(program, numbered, 0), of_kind[first])
     if same_rows and settings.time.micro_batches > 1:
@@ -172,13 +172,25 @@ def make_mesh_of_size(settings: PlanSettings, size: int) -> tuple[Axis, ...]:
     return tuple(a for a in reversed(found) if a.size > 1) or (Axis(DATA, 1),)
 
 
-def _find_known_layouts(settings: PlanSettings, kind: _GroupKind) -> dict[str, Tiles]:
-    """Returns the variables' shards that earlier programs of the run have fixed, by variable, for a group of this kind.
+def _find_known_layouts(
+    program: Program, settings: PlanSettings, kind: _GroupKind, groups: Sequence[StageGroup], plan: int
+) -> dict[str, Tiles]:
+    """Returns the variables' shards that earlier programs of the run have fixed, by variable, for groups of a kind.
 
-    Shards over axes of sizes that the group does not have are left out.
+    Shards over axes of sizes that the groups do not have are left out. So are variables of stages whose groups are of
+    another kind: one that is whole on a single rank says nothing of what several ranks would do with it.
+
+    Args:
+      groups: the stage groups, each with the number of its plan.
+      plan: number of the kind's plan.
     """
     sizes = {kind.size, *(a.size for a in kind.mesh)}
-    return {name: tiles for name, tiles in settings.split.tiles.items() if sizes.issuperset(tiles.sizes)}
+    elsewhere = {stage for group in groups if group.plan != plan for stage in group.stages}
+    of_others = {
+        ref.node for node in program.nodes if stage_of(node.scope) in elsewhere for ref in node.inputs
+    } & program.variable_of.keys()
+    known = settings.split.tiles.items()
+    return {name: t for name, t in known if sizes.issuperset(t.sizes) and name not in of_others}
 
 
 def lower_stage_groups(
