@@ -187,6 +187,8 @@ def test_nothing_to_split_is_an_error_that_names_what_would_work() -> None:
     with pytest.raises(PlanError, match=r"nothing under a split(.|\n)*layer1(.|\n)*\[2, 3\](.|\n)*over 4 ranks") as e:
         make_plan(scoped(mlp(8, 2, 3, 3)), PlanSettings(4))
     assert "4 or more" in str(e.value)
+    with pytest.raises(PlanError, match="since an earlier step of the run uses the weights whole"):
+        planned(scoped(mlp(8, 12, 24, 6)), 2, split__known=dict.fromkeys(("w1", "b1", "w2", "b2"), B))
     b = Builder("none")
     x = b.input("x", (4, 4))
     b.scope = "split_0"

@@ -291,3 +291,46 @@ def test_layers_over_axes_of_their_own(ranks: Callable[..., None], mesh: str, ro
     assert len(model.two._whale_parts.tiles.cuts[0].sizes) == sizes["expert"]
     evaluated = wh.function(lambda x: model.loss(x, nothing, nothing))(tf.constant(x))
     np.testing.assert_allclose(evaluated, alone.loss(tf.constant(x), nothing, nothing), rtol=1e-12)
+
+
+def test_steps_without_scopes_may_come_before_those_that_divide_weights(ranks: Callable[..., None]) -> None:
+    """An evaluation, and a warm-up of training, use the weights whole; the optimizer has its slots by then."""
+
+    def train(function: Any, scope: Any) -> list[np.ndarray]:
+        generator = np.random.default_rng(0)
+        weights = [tf.Variable(generator.standard_normal((6, 6))) for _ in range(2)]
+        optimizer = tf.keras.optimizers.Adam(0.1)
+        optimizer.build(weights)
+
+        def loss_of(x: tf.Tensor, inside: Any) -> tf.Tensor:
+            hidden = tf.tanh(x @ weights[0])
+            with inside():
+                return tf.reduce_mean(tf.tanh(hidden @ weights[1]) ** 2)
+
+        @function
+        def evaluate(x: tf.Tensor) -> tf.Tensor:
+            return loss_of(x, contextlib.nullcontext)
+
+        def make_step(inside: Any) -> Any:
+            def step(x: tf.Tensor) -> tf.Tensor:
+                with tf.GradientTape() as tape:
+                    loss = loss_of(x, inside)
+                optimizer.apply_gradients(zip(tape.gradient(loss, weights), weights))
+                return loss
+
+            return function(step)
+
+        warm_up, step = make_step(contextlib.nullcontext), make_step(scope)
+        found = []
+        for rows in (8, 6, 8):
+            x = tf.constant(generator.standard_normal((rows, 6)))
+            found += [one(x).numpy() for one in (evaluate, warm_up, step)]
+            weights[1].assign(weights[1] * 0.9)
+        if scope is wh.split:
+            assert [type(p) for p in step.plan(x).variables.values()].count(Shard) == 3  # the weight and its slots
+        return [*found, *(weight.numpy() for weight in weights)]
+
+    wanted = train(tf.function, contextlib.nullcontext)
+    ranks(2)
+    for number, (a, b) in enumerate(zip(train(wh.function, wh.split), wanted, strict=True)):
+        np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-13, err_msg=str(number))

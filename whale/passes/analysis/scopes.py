@@ -48,6 +48,15 @@ def has_split_scopes(program: Program) -> bool:
     return any("split_" in n.scope and split_scope(n.scope) for n in program.nodes)
 
 
+def find_split_weights(program: Program) -> set[str]:
+    """Returns the handle nodes of the variables that nodes under split scopes read, and of all others of their shapes:
+    their optimizers' slots.
+    """
+    read = {ref.node for n in program.nodes if "split_" in n.scope and split_scope(n.scope) for ref in n.inputs}
+    shapes = {v.type.shape for v in program.variables if v.node in read and len(v.type.shape or ()) >= 2}
+    return {v.node for v in program.variables if v.type.shape in shapes}
+
+
 def axes_of_part(part: str) -> tuple[str, ...] | None:
     """Returns the mesh axes over which one part of a path shards tensors, ("tensor",) if it names none; None if the
     part is no split.

@@ -132,11 +132,13 @@ def _make_nothing_error(region: SplitRegion, scope: str) -> PlanError:
     parts = len(ranks_of_scope(scope) or range(region.parts))
     ranks = f"over {parts} ranks"
     rows: dict[str, str] = {}
+    held_whole = True
     for name, uses in region.weights.items():
         for weight in (region.handles[handle] for _, handle in uses):
             if region.nodes[name].scope == scope:
                 said = f"{name} reads {weight.name} {list(weight.type.shape or ())} {ranks}"
                 rows.setdefault(weight.name, said)
+                held_whole &= region.known.get(weight.node) == B
     if not rows:
         return PlanError(
             "nothing under a split scope can be divided",
@@ -144,6 +146,13 @@ def _make_nothing_error(region: SplitRegion, scope: str) -> PlanError:
             given="no product or lookup that reads a variable",
             expected="a dense, convolution, attention or embedding layer called under `with wh.split():`",
             action="enter the scope where such a layer is called (not only where it is created), or remove the scope",
+        )
+    if held_whole:
+        return PlanError(
+            "nothing under a split scope can be divided, since an earlier step of the run uses the weights whole",
+            given="; ".join(list(rows.values())[:4]),
+            expected="the same wh.split scope in every step that uses the weights",
+            action="enter the scope in the earlier step too, or call this step before it",
         )
     return PlanError(
         "nothing under a split scope can be divided",

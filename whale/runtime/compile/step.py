@@ -35,6 +35,7 @@ from whale.ir.strategy import ChosenStrategy
 from whale.ir.values import Dims
 from whale.partition.pipeline.microbatches import can_keep_own_rows
 from whale.partition.variable_use import VariableUse, find_variable_uses
+from whale.passes.analysis.scopes import find_split_weights
 from whale.passes.analysis.stages import has_stages
 from whale.runtime.annotate import put_in_default_scope, put_in_named_scopes
 from whale.runtime.compile import step_cache
@@ -295,7 +296,9 @@ def _lower(
     if gathers:
         local = {}
         context.scoping.stages_seen |= staged
-    layouts = context.variables.list_tiles(captured.variables)
+    # A step without split scopes, such as an evaluation before the training, leaves weights whole.
+    movable = find_split_weights(captured.program) if context.elastic is None else ()
+    layouts = context.variables.list_tiles(captured.variables, movable)
     compiled = compile_program(
         captured.program, context, local, layouts, lambda: _in_scopes(traced().read(), context).program,
         in_files=_in_files(captured.variables), whole=whole,

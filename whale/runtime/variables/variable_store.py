@@ -153,14 +153,25 @@ class VariableStore:
         """Returns the variables that programs have used, in an order that is equal on all ranks."""
         return [entry.variable for entry in self._entries.values()]
 
-    def list_tiles(self, captured: Sequence[CapturedVariable]) -> dict[str, Tiles]:
+    def list_tiles(self, captured: Sequence[CapturedVariable], movable: Collection[str] = ()) -> dict[str, Tiles]:
         """Returns the name of a variable's handle node -> its tiles, for those variables whose layout an earlier
         program or the script has fixed.
+
+        Args:
+          movable: names of the handle nodes of variables that ``adopt`` may cut if they lie whole on all ranks; such
+            layouts are not fixed.
         """
         given = {c.node: find_given_tiles(c) for c in captured}
         known = ((c.node, self._entries.get(id(c.handle))) for c in captured)
-        fixed = {node: entry.tiles for node, entry in known if entry is not None}
+        fixed = {
+            node: entry.tiles
+            for node, entry in known
+            if entry is not None and not (node in movable and self._lies_whole(entry))
+        }
         return {node: tiles for node, tiles in given.items() if tiles is not None} | fixed
+
+    def _lies_whole(self, entry: _Entry) -> bool:
+        return entry.parts is None and id(entry.handle) not in self._homes
 
     def adopt(
         self,
@@ -189,6 +200,7 @@ class VariableStore:
         placed |= {node: use.tiles for node, use in uses.items() if use.tiles is not None}
         for c in captured:
             _refuse_other_layout(self._entries.get(id(c.handle)), c, uses.get(c.node))
+        self._release_whole([c for c in captured if c.node in placed])
         new = [c for c in captured if id(c.handle) not in self._entries]
         initials = agree_on_initials(new, context)
         if context.has_other_processes:
@@ -284,6 +296,17 @@ class VariableStore:
             self.follow()
             self.moved += 1
             del self._entries[id(c.handle)]
+
+    def _release_whole(self, captured: Sequence[CapturedVariable]) -> None:
+        """Removes variables that lie whole on all ranks, and are to be cut, from the store, so that they are added
+        again; earlier steps, which use them whole, are then compiled again.
+        """
+        for c in captured:
+            entry = self._entries.get(id(c.handle))
+            if entry is not None and self._lies_whole(entry):
+                self.follow()
+                self.moved += 1
+                del self._entries[id(c.handle)]
 
     def _divide(
         self,
