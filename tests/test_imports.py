@@ -132,6 +132,7 @@ PACKAGES: dict[str, tuple[str, ...]] = {
         "updates",
         "loops",
         "nn",
+        "generators",
         "substitute",
     ),
     "whale.partition": (

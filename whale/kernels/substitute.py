@@ -18,6 +18,7 @@ from whale.kernels.choices import ALL, Change, Choices, Substitution, list_chang
 from whale.kernels.clusters import form_clusters
 from whale.kernels.einsums import replace_einsums
 from whale.kernels.elementwise import fuse_elementwise, list_operations
+from whale.kernels.generators import give_own_memory
 from whale.kernels.loops.replace import replace_loops
 from whale.kernels.matmuls import pad_products, replace_batches, replace_convolutions
 from whale.kernels.nn import REPLACED, replace_nn_kernels
@@ -229,8 +230,8 @@ def prepare_for_run(
     number: int | None = None,
     on_gpu: bool = False,
 ) -> Programs:
-    """Prepares ranks' programs to be run by TensorFlow: makes keys unique, marks what XLA compiles, moves communication
-    to devices.
+    """Prepares ranks' programs to be run by TensorFlow: makes keys unique, gives generators memory of their own, marks
+    what XLA compiles, moves communication to devices.
 
     Args:
       ranks: the rank of each program.
@@ -277,6 +278,11 @@ FOR_RUN: tuple[_RewritePass, ...] = (
         "makes the keys of exchanges unique in the run",
         _number_programs,
         When("a program of a run", lambda c: c.number is not None),
+    ),
+    Pass(
+        "own_memory",
+        "gives generators memory of their own before a kernel writes into it",
+        lambda programs, c: tuple(map(give_own_memory, programs)),
     ),
     Pass(
         "compile_marked",
