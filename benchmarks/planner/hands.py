@@ -18,14 +18,14 @@ import msgspec
 from cost_model.analytic.evaluate_many import evaluate_many
 from cost_model.analytic.stacks import stack
 from cost_model.analytic.stage_cache import StageCosts
-from cost_model.analytic.stage_costs import StageCost, fully_sharded
+from cost_model.analytic.stage_costs import fully_sharded
 from cost_model.analytic.transformer import Transformer
 from cost_model.analytic.transformer_model import TransformerModel
 from cost_model.cluster.cluster_file import Cluster, parse
 from cost_model.cluster.pools import Machines
 from cost_model.simulator import least_end_s
 from whale.errors import PlanError
-from whale.ir.strategy import DeviceGroup, ParallelStrategy, Stage, count_live_chunks, divide_chunks
+from whale.ir.strategy import DeviceGroup, ParallelStrategy, Stage, divide_chunks
 from whale.planner import ask
 from whale.planner.analytic_search.candidates import Constraints
 from whale.planner.analytic_search.estimate import divisors
@@ -165,15 +165,9 @@ class Attack:
         """Returns a lower bound of a step, by the stages' passes and updates; infinite if a stage does not fit."""
         if fully_sharded(self.model, strategy):
             return 0.0
-        ranks, costs = strategy.ranks, list[StageCost]()
-        for index in range(len(strategy.stages)):
-            live = count_live_chunks(
-                strategy.schedule, len(strategy.stages), strategy.chunks, strategy.micro_batches, index
-            )
-            cost = self.costs(strategy, index, live, ranks)
-            if cost.lacking_bytes > 0:
-                return math.inf
-            costs.append(cost)
+        costs = self.costs.list_costs(strategy, fitting=True)
+        if costs[-1].lacking_bytes > 0:
+            return math.inf
         passes_s = least_end_s([c.forward_s for c in costs], [c.backward_s for c in costs], strategy.micro_batches)
         return passes_s + costs[0].reduce_s + max(cost.update_s for cost in costs)
 

@@ -32,7 +32,7 @@ from cost_model.simulator import (
 from whale.errors import PlanError
 from whale.ir.pipeline_schedule import Schedule, make_schedule
 from whale.ir.prediction import Prediction, RankPrediction
-from whale.ir.strategy import DeviceGroup, ParallelStrategy, count_live_chunks
+from whale.ir.strategy import DeviceGroup, ParallelStrategy
 
 SCHEDULES = ("1f1b", "gpipe")  # those that do not split a backward pass into two, as zero-bubble schedules do
 
@@ -92,9 +92,9 @@ def evaluate(
     Raises:
         PlanError: the schedule splits backward passes, or does not support this number of chunks or micro-batches.
     """
-    stages, count, ranks = len(strategy.stages), strategy.micro_batches, strategy.ranks
+    stages, count = len(strategy.stages), strategy.micro_batches
     stage_costs = stage_costs or StageCosts(model, machines)
-    costs = [stage_costs(strategy, i, count_live(strategy, i), ranks) for i in range(stages)]
+    costs = stage_costs.list_costs(strategy)
     if ends is not None:
         pass
     elif fully_sharded(model, strategy):
@@ -196,11 +196,6 @@ def likely_s(stack: Stack, strategy: ParallelStrategy, machines: Machines, step_
     whole = stack.compared.get(curve_of(used))
     each = [whole] if whole else [stack.compared[device.efficiency] for device in used]
     return compute_interval_s(step_s, (min(one.low for one in each), max(one.high for one in each)))
-
-
-def count_live(strategy: ParallelStrategy, index: int) -> int:
-    """Returns the largest number of micro-batch chunks whose activations stage `index` holds at one time."""
-    return count_live_chunks(strategy.schedule, len(strategy.stages), strategy.chunks, strategy.micro_batches, index)
 
 
 def _simulate_sharded(

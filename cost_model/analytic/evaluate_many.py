@@ -15,7 +15,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from cost_model.analytic.evaluate import Evaluation, count_live, evaluate
+from cost_model.analytic.evaluate import Evaluation, evaluate
 from cost_model.analytic.layer_costs import Model
 from cost_model.analytic.stage_cache import StageCosts
 from cost_model.analytic.stage_costs import fully_sharded
@@ -46,10 +46,10 @@ def evaluate_many(
 def _ends_of(
     shape: tuple[int, int, int], strategies: Sequence[ParallelStrategy], stage_costs: StageCosts
 ) -> list[list[float]]:
-    stages, _, micro_batches = shape
+    *_, micro_batches = shape
     ahead, back = [], []
     for one in strategies:
-        costs = [stage_costs(one, i, count_live(one, i), one.ranks) for i in range(stages)]
+        costs = stage_costs.list_costs(one)
         ahead.append([cost.forward_s for cost in costs])
         back.append([cost.backward_s for cost in costs])
     return interleaved_ends_many_s(ahead, back, micro_batches)

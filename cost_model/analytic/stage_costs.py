@@ -121,6 +121,7 @@ def stage_cost(
     live: int,
     ranks: int,
     passes: Passes | None = None,
+    memory: tuple[tuple[Footprint, ...], float] | None = None,
     alike: Stage | None = None,
 ) -> StageCost:
     """Computes the cost of stage `index` of a strategy.
@@ -129,6 +130,7 @@ def stage_cost(
         live: number of micro-batch chunks whose activations the stage holds at its peak (see `count_live_chunks`).
         ranks: number of ranks of the whole job, of which the slowest sets the pace.
         passes: what `passes_of` returns for the stage, if known.
+        memory: what `stage_memory` and `lacking_bytes` return for the stage, if known.
         alike: the stage with its layers replaced by others that cost the same (see `StageCosts`); None: the stage
             itself.
     """
@@ -158,7 +160,9 @@ def stage_cost(
             carried = machines.data_group(members(stage.parts)).ring_bytes_per_s / (CHANNELS * CHANNEL_BYTES_PER_S)
             lost = min(1.0, carried) * max(rates_of_part(model, machines, part).lost_units for part in stage.parts)
         reduce_s = not_hidden_s(reduce_s, counts, back, min(count, strategy.micro_batches), lost)
-    memory = stage_memory(strategy, stage, costs, live, count)
+    if memory is None:
+        footprints = stage_memory(strategy, stage, costs, live, count)
+        memory = footprints, lacking_bytes(machines, strategy, stage, costs, footprints)
     slowest = costs[limiting].held_bytes
     return StageCost(
         forward_s=tuple([a + b for a, b in zip(ahead, sent_ahead_s)]),
@@ -167,8 +171,8 @@ def stage_cost(
         reduce_s=reduce_s,
         update_s=_update_s(model, machines, strategy, stage, costs, dense, experts),
         limiting=limiting,
-        memory=memory,
-        lacking_bytes=lacking_bytes(machines, strategy, stage, costs, memory),
+        memory=memory[0],
+        lacking_bytes=memory[1],
         held_bytes=tuple([slowest[high] - slowest[low] for low, high in stage.layers]),
     )
 
@@ -213,7 +217,7 @@ def passes_of(model: Model, machines: Machines, strategy: ParallelStrategy, stag
         both = [a + b for a, b in zip(ahead, back)]
         if (most := max(both)) > longest:
             longest, limiting = most, both.index(most)
-    return Passes(forwards, backwards, limiting, costs)
+    return Passes(forwards, backwards, limiting, costs, sum(forwards) + sum(backwards))
 
 
 def members(parts: Sequence[DeviceGroup]) -> tuple[tuple[int, int, int], ...]:
@@ -230,12 +234,14 @@ class Passes(msgspec.Struct, frozen=True):
         forward_s, backward_s: seconds of each chunk on the slowest device group.
         limiting: index in ``Stage.parts`` of the slowest device group.
         costs: the costs of the model's layers on each device group.
+        both_s: seconds of all these passes together.
     """
 
     forward_s: list[float]
     backward_s: list[float]
     limiting: int
     costs: list[LayerCosts]
+    both_s: float
 
 
 @dataclass(frozen=True, slots=True)

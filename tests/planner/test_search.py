@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import math
+import random
 import time
 from dataclasses import replace
 from functools import partial
@@ -213,6 +215,24 @@ def test_moves_are_legal() -> None:
     assert {wrong for one in some for wrong in check(model, machines, one, 64)} == set()
 
 
+def test_a_bound_that_ends_early_leaves_out_only_what_is_slower() -> None:
+    """What a limit leaves out would be left out without it, and all else has the same bound."""
+    machines = Machines(MIXED)
+    model = _model("gpt:layers=24,hidden=2048,heads=16,sequence=1024", machines)
+    own = Search(model, machines, 64, Constraints())
+    found = search(model, machines, 64, Constraints(budget_s=0.3)).strategy
+    r = random.Random(0)
+    some = [one for one in (own.random.change(r, found) for _ in range(400)) if one is not None]
+    steps = sorted(step for one in some if (step := own.at_least_s(one)) < math.inf)
+    for below_s in (steps[len(steps) // 4], steps[len(steps) // 2]):
+        slower = 0
+        for one in some:
+            whole_s, early_s = own.at_least_s(one), own.at_least_s(one, below_s)
+            assert early_s == whole_s if early_s < below_s else whole_s >= below_s
+            slower += early_s < whole_s
+        assert slower > 20  # the limit saved some work
+
+
 def replace_micro_batches(strategy: ParallelStrategy, micro_batches: int) -> ParallelStrategy:
     return msgspec.structs.replace(strategy, stages=(), micro_batches=micro_batches)
 
@@ -371,10 +391,8 @@ def test_layers_cost_the_same_wherever_they_lie() -> None:
         for cuts in ([0, 4, 6, 12], [0, 5, 7, 12], [0, 1, 3, 12], [0, 4, 6, 12], [0, 2, 11, 12]):
             stages = tuple(Stage((layers,), parts) for layers in itertools.pairwise(cuts))
             strategy = ParallelStrategy(stages, 4)
-            for index in range(3):
-                live = 3 - index
-                kept = cache(strategy, index, live, strategy.ranks)
-                own = stage_cost(model, machines, strategy, index, live, strategy.ranks)
+            for index, kept in enumerate(cache.list_costs(strategy)):
+                own = stage_cost(model, machines, strategy, index, 3 - index, strategy.ranks)
                 assert kept.forward_s == pytest.approx(own.forward_s)
                 assert kept.backward_s == pytest.approx(own.backward_s)
                 assert (kept.send_s, kept.reduce_s, kept.update_s, kept.lacking_bytes) == pytest.approx(

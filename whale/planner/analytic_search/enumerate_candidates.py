@@ -96,6 +96,7 @@ class Families(Estimates):
         self, chosen: Sequence[int], tensors: tuple[int, ...], units: list[int], rows: int
     ) -> Iterator[Candidate]:
         limits, count, hidden = self.limits, self.model.count, self.model.stack.overlaps_sends
+        widest_tensor = max(tensors)
         priced: dict[tuple[tuple[str, bool], int], tuple[list[float], list[int]]] = {}
         for how, data, spread in itertools.product(
             self.recomputes(), divisors(self.batch // rows), self._expert_degrees()
@@ -150,9 +151,12 @@ class Families(Estimates):
                     passes_s = max(slowest, per_layer[0] * layers) + sent_s
                     wait_s = (stages - 1) * passes_s / chunks
                     reduce_s, update_s = after_s[stages]
-                    reduce_s = self.predict_reduced_s(reduce_s, slowest, stages, chunks, micro_batches)
-                    estimate_s = micro_batches * passes_s + wait_s + reduce_s + update_s + tied_s
-                    if self.keeps(estimate_s, (how[0], stages.bit_length(), max(tensors), chosen, spread)):
+                    estimate_s = micro_batches * passes_s + wait_s + update_s + tied_s
+                    shape = how[0], stages.bit_length(), widest_tensor, chosen, spread
+                    if not self.may_keep(estimate_s, shape):
+                        continue
+                    estimate_s += self.predict_reduced_s(reduce_s, slowest, stages, chunks, micro_batches)
+                    if self.keeps(estimate_s, shape):
                         kinds = tuple(
                             ((DeviceGroup(chosen[i], tensors[i], data, rows),), own[i])
                             for i in self._order_by_memory(chosen)
@@ -285,7 +289,7 @@ class Families(Estimates):
                 estimate_s += self.tied_s(parts[0], parts[0], stages)
                 pools = tuple(k[0] for k in kinds)
                 shape = how[0], stages.bit_length(), max(k[1] for k in kinds), pools, spread, "mixed"
-                if not self.keeps(estimate_s, shape):
+                if not (self.may_keep(estimate_s, shape) and self.keeps(estimate_s, shape)):
                     continue
                 settings = self.settings(micro_batches, how)
                 if spread:

@@ -43,6 +43,7 @@ class Estimates:
         batch: rows of a step times `context`.
         data: replicas of each stage that the user has fixed, times `context`; None: any number.
         replicas_step: the number of replicas of a stage has to be a multiple of this.
+        keeps_any: no choice is fixed that `keeps_choices` looks at.
     """
 
     def __init__(self, model: Model, machines: Machines, batch: int, limits: Constraints, work: Work) -> None:
@@ -51,6 +52,10 @@ class Estimates:
         self.batch = batch * self.context
         self.data = None if limits.data is None else limits.data * self.context
         self.replicas_step = math.lcm(self.context, limits.experts or 1)
+        fixed = (
+            getattr(limits, name) for name in ("stages", "chunks", "micro_batches", "micro_batch", "data", "tensor")
+        )
+        self.keeps_any = self.replicas_step == 1 and limits.experts is None and all(one is None for one in fixed)
         self.ranks = round_ranks(machines.devices)
         self.zero = 1 if limits.zero is None else limits.zero
         self.offload: Offload = limits.offload or "none"
@@ -150,6 +155,8 @@ class Estimates:
 
         Moves that improve a strategy may change some of them, so that each result is checked here before simulation.
         """
+        if self.keeps_any:
+            return True
         limits, stages = self.limits, strategy.stages
         parts = [part for stage in stages for part in stage.parts]
         return (
@@ -274,12 +281,19 @@ class Estimates:
         most_s = min(FAR_BEHIND * self.best_estimate_s, self.limits.faster_than_s, self.known_s)
         return self.prunes and estimate_s > most_s
 
+    def may_keep(self, least_s: float, shape: tuple[object, ...]) -> bool:
+        """Returns False if no estimate from `least_s` on is kept of this shape (see `keeps`); counts the estimate."""
+        self.estimated += 1
+        self.work.spend(ESTIMATE_S)
+        if self.far_behind(least_s):
+            return False
+        best = self.shapes.get(shape, ())
+        return len(best) < self.kept_per_shape or -best[0] > least_s
+
     def keeps(self, estimate_s: float, shape: tuple[object, ...]) -> bool:
         """Returns True if an estimate is among the `kept_per_shape` best so far of its shape (recompute, stages,
         tensors, pools).
         """
-        self.estimated += 1
-        self.work.spend(ESTIMATE_S)
         if self.far_behind(estimate_s):
             return False
         best = self.shapes.setdefault(shape, [])
@@ -322,9 +336,11 @@ class Estimates:
                 worst.append((free, state, layers.held_bytes[-1] / self.model.count))
             for index in range(at, at + count):
                 live = min(s.micro_batches, stages - index)
-                room += min(free / max(1.0, state + live * held) for free, state, held in worst)
+                room += min([free / max(1.0, state + live * held) for free, state, held in worst])
+            if room >= self.model.count:
+                return True
             at += count
-        return room >= self.model.count
+        return False
 
     def has_room_for_states(self) -> bool:
         """Returns True if the memory of all devices together can hold weights, gradients and optimizer state, however

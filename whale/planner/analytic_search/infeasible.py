@@ -12,6 +12,7 @@ import msgspec
 
 from cost_model.analytic.evaluate import Evaluation, evaluate
 from cost_model.analytic.layer_costs import Model
+from cost_model.analytic.stage_cache import count_lives
 from cost_model.analytic.stage_costs import stage_cost
 from cost_model.analytic.transformer_model import TransformerModel
 from cost_model.cluster.cluster_file import Cluster
@@ -122,7 +123,7 @@ def _lacking_bytes(search: Search, one: Candidate) -> float:
         firsts.append(at)
         at += count
     for index in {*firsts, at - 1}:
-        cost = stage_cost(search.model, search.machines, strategy, index, search.live(strategy, index), search.ranks)
+        cost = stage_cost(search.model, search.machines, strategy, index, count_lives(strategy)[index], search.ranks)
         lacking = max(lacking, cost.lacking_bytes)
     return lacking
 

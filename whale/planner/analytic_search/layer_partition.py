@@ -30,6 +30,7 @@ class Room:
         self.machines = machines
         self.looked = 0  # how often memory was computed, instead of found in the cache
         self._most: dict[tuple[object, ...], int] = {}
+        self._likely: dict[tuple[object, ...], int] = {}  # how many layers fitted at last
         self._kinds: dict[tuple[object, ...], int] = {}
 
     def number(self, settings: ParallelStrategy, kind: tuple[DeviceGroup, ...], many: bool) -> int:
@@ -58,8 +59,13 @@ class Room:
         key = number, how, live, low
         if (known := self._most.get(key)) is None:
             fit, full = low, costs[0].count + 1
-            middle = full - 1  # all remaining layers, which often fit
+            # As many layers as fit from elsewhere on, and one more; else all remaining ones, which often fit.
+            likely = self._likely.get((number, how, live), full)
+            tried = [end for end in (low + likely, low + likely + 1) if end < full] or [full - 1]
             while full - fit > 1:
+                middle = tried.pop(0) if tried else (fit + full) // 2
+                if not fit < middle < full:
+                    continue
                 self.looked += 1
                 one = Stage(((low, middle),), kind)
                 memory = stage_memory(settings, one, costs, live, 1 + many)
@@ -67,8 +73,9 @@ class Room:
                     fit = middle
                 else:
                     full = middle
-                middle = (fit + full) // 2
             known = self._most[key] = fit
+            if fit < costs[0].count:
+                self._likely[number, how, live] = fit - low
         return known
 
 

@@ -7,6 +7,7 @@ stages are added. The caller assigns layers anew after a move of ranks; a move o
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -32,17 +33,29 @@ def has_room(machines: Machines, ranks: Iterable[tuple[DeviceGroup, ...]]) -> bo
 def _find_crowded(machines: Machines, ranks: Iterable[tuple[DeviceGroup, ...]]) -> Iterator[int]:
     """Yields the numbers of the pools whose hosts have no room for all of these tensor-parallel groups."""
     wanted: dict[int, dict[int, int]] = {}
-    for parts in ranks:
+    for parts, count in count_kinds(ranks).items():
         for part in parts:
             if (own := wanted.get(part.pool)) is None:
                 own = wanted[part.pool] = {}
-            own[part.tensor] = own.get(part.tensor, 0) + part.replicas
+            own[part.tensor] = own.get(part.tensor, 0) + count * part.replicas
     for number, of_tensor in wanted.items():
         pool, groups = machines.pools[number], tuple(of_tensor.items())
         if len(groups) > 1:
             groups = tuple(sorted(groups, reverse=True))
         if not _fit_on_hosts(pool.entry.count, pool.host.count, groups):
             yield number
+
+
+def count_kinds(ranks: Iterable[tuple[DeviceGroup, ...]]) -> dict[tuple[DeviceGroup, ...], int]:
+    """Returns how many stages there are on each different tuple of device groups, in the order of the first of each.
+
+    Most stages share the object that describes their groups, so that few of these are hashed.
+    """
+    objects = list(ranks)
+    known, found = dict(zip(map(id, objects), objects)), dict[tuple[DeviceGroup, ...], int]()
+    for one, count in Counter(map(id, objects)).items():
+        found[known[one]] = found.get(known[one], 0) + count
+    return found
 
 
 @lru_cache(maxsize=1 << 16)
@@ -111,7 +124,8 @@ class Moves:
         anew.
         """
         ranks, ways = [stage.parts for stage in strategy.stages], strategy.expert_ranks
-        known = {(strategy.micro_batches, tuple(ranks))}
+        numbered = _Numbered()
+        known = {(strategy.micro_batches, numbered.number(ranks))}
         for micro_batches, changed in itertools.chain(
             self._other_parts(strategy.micro_batches, ranks, ways),
             self._other_counts(strategy.micro_batches, ranks),
@@ -119,11 +133,10 @@ class Moves:
             self._without_pools(strategy.micro_batches, ranks, ways),
             self._other_orders(strategy.micro_batches, ranks),
         ):
-            key = micro_batches, tuple(changed)
-            if key in known or not 0 < len(changed) <= self.layers:
+            if not 0 < len(changed) <= self.layers or (key := (micro_batches, numbered.number(changed))) in known:
                 continue
             known.add(key)
-            if all(map(self.allows, set(changed))) and has_room(self.machines, changed):
+            if all(map(self.allows, count_kinds(changed))) and has_room(self.machines, changed):
                 yield micro_batches, changed
 
     def allows(self, parts: tuple[DeviceGroup, ...]) -> bool:
@@ -408,6 +421,25 @@ class Moves:
                     high = middle - 1
             found[at:at] = [like] * low
         return found
+
+
+class _Numbered:
+    """Numbers tuples of device groups, so that lists of them are compared without looking at each group."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[tuple[DeviceGroup, ...], int] = {}
+        self._objects: dict[int, tuple[int, tuple[DeviceGroup, ...]]] = {}  # kept, so that no other gets their id
+
+    def number(self, ranks: Ranks) -> tuple[int, ...]:
+        """Returns the number of each tuple of groups, equal for equal ones."""
+        known = self._objects
+        try:
+            return tuple([known[id(parts)][0] for parts in ranks])
+        except KeyError:
+            for parts in ranks:
+                if id(parts) not in known:
+                    known[id(parts)] = self._numbers.setdefault(parts, len(self._numbers)), parts
+            return tuple([known[id(parts)][0] for parts in ranks])
 
 
 def layer_moves(strategy: ParallelStrategy, seconds: Sequence[float]) -> Iterator[ParallelStrategy]:

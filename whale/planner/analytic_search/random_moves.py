@@ -15,7 +15,7 @@ import msgspec
 
 from whale.ir.strategy import DeviceGroup, ParallelStrategy, Stage
 from whale.planner.analytic_search.estimate import divisors
-from whale.planner.analytic_search.moves import Moves, Ranks, has_room, with_counts
+from whale.planner.analytic_search.moves import Moves, Ranks, count_kinds, has_room, with_counts
 from whale.planner.analytic_search.row_shares import variants
 
 Counts = list[int]  # layers of each range, in the order of the model: chunk by chunk
@@ -47,7 +47,11 @@ class RandomMoves:
         for _ in range(r.choice((1, 1, 2, 2, 3))):
             found = r.choice(self.ways)(r, found) or found
         ranks = [stage.parts for stage in found.stages]
-        if found is strategy or not all(map(self.moves.allows, set(ranks))) or not has_room(self.moves.machines, ranks):
+        if (
+            found is strategy
+            or not all(map(self.moves.allows, count_kinds(ranks)))
+            or not has_room(self.moves.machines, ranks)
+        ):
             return None
         return found
 

@@ -1,13 +1,11 @@
-"""Chooses the kind of recompute of each stage: the fastest kind with which the stage fits into memory."""
+"""Chooses the kind of recompute of each stage: the one that repeats the least of those with which the stage fits."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
-from cost_model.analytic.layer_costs import Model, costs_of, slowest_passes_s
 from cost_model.analytic.stage_cache import StageCosts
-from cost_model.analytic.stage_costs import lacking_bytes, stage_memory
-from cost_model.cluster.pools import Machines
+from cost_model.kernels.compute import round_ranks
 from whale.ir.strategy import ParallelStrategy, Recompute, Stage
 
 
@@ -18,24 +16,22 @@ class RecomputeChoice:
     memory depends on no other stage's recompute.
     """
 
-    def __init__(self, model: Model, machines: Machines, ranks: int, stage_costs: StageCosts) -> None:
-        self.model, self.machines, self.ranks, self.find_alike = model, machines, ranks, stage_costs.find_alike
+    def __init__(self, stage_costs: StageCosts) -> None:
+        self.stage_costs, self.find_alike = stage_costs, stage_costs.find_alike
         self.known: dict[tuple[object, ...], Recompute] = {}
 
-    def fit(
-        self, strategy: ParallelStrategy, kinds: Sequence[Recompute], live: Callable[[int], int]
-    ) -> ParallelStrategy:
+    def fit(self, strategy: ParallelStrategy, kinds: Sequence[Recompute], live: Sequence[int]) -> ParallelStrategy:
         """Returns the strategy with each stage's recompute chosen; where no kind fits, the kind that lacks the least
         memory.
 
         Args:
-            kinds: the kinds of recompute allowed, "none" for no recompute.
-            live: stage index -> micro-batch chunks whose activations the stage holds at its peak.
+            kinds: the kinds of recompute allowed, with the least recomputation, which is the fastest, first.
+            live: micro-batch chunks whose activations each stage holds at its peak.
         """
         if len(kinds) < 2:
             return strategy
         return strategy.replace_recompute(
-            [self._choose(strategy, stage, live(i), kinds) for i, stage in enumerate(strategy.stages)]
+            [self._choose(strategy, stage, own, kinds) for stage, own in zip(strategy.stages, live)]
         )
 
     def _choose(self, strategy: ParallelStrategy, stage: Stage, live: int, kinds: Sequence[Recompute]) -> Recompute:
@@ -44,21 +40,15 @@ class RecomputeChoice:
         forward_first = strategy.micro_batches < 2 * count  # see `stage_memory`
         key = (self.find_alike(stage), stage.parts, live, count, forward_first, settings)
         if (known := self.known.get(key)) is None:
-            known = self.known[key] = self._find_fastest(strategy, Stage(key[0], stage.parts), live, kinds)
+            known = self.known[key] = self._find_least(strategy, stage, live, kinds)
         return known
 
-    def _find_fastest(
-        self, strategy: ParallelStrategy, stage: Stage, live: int, kinds: Sequence[Recompute]
-    ) -> Recompute:
-        """Returns the fastest kind of recompute with which a stage fits, else the kind that lacks the least memory."""
-        timed = []
+    def _find_least(self, strategy: ParallelStrategy, stage: Stage, live: int, kinds: Sequence[Recompute]) -> Recompute:
+        """Returns the first kind of recompute with which a stage fits, else the kind that lacks the least memory."""
+        ranks, lacking = round_ranks(strategy.ranks), list[float]()
         for how in kinds:
-            costs = [costs_of(self.model, strategy, p, self.ranks, stage.replicas, how) for p in stage.parts]
-            timed.append((sum([slowest_passes_s(costs, low, high) for low, high in stage.layers]), how, costs))
-        lacking: list[tuple[float, Recompute]] = []
-        for _, how, costs in sorted(timed, key=lambda one: one[:2]):
-            memory = stage_memory(strategy, stage, costs, live, len(strategy.stages))
-            lacking.append((lacking_bytes(self.machines, strategy, stage, costs, memory), how))
-            if lacking[-1][0] <= 0:
+            key = self.stage_costs.make_key(strategy, stage, how, ranks)
+            lacking.append(self.stage_costs.find_memory(strategy, key, live, ranks)[1])
+            if lacking[-1] <= 0:
                 return how
-        return min(lacking, key=lambda one: one[0])[1]
+        return kinds[lacking.index(min(lacking))]

@@ -31,7 +31,7 @@ import msgspec
 from cost_model.analytic.evaluate import Evaluation, evaluate, tied_s
 from cost_model.analytic.evaluate_many import LEAST, evaluate_many
 from cost_model.analytic.layer_costs import Model
-from cost_model.analytic.stage_cache import StageCosts
+from cost_model.analytic.stage_cache import StageCosts, count_lives
 from cost_model.analytic.stage_costs import StageCost, fully_sharded
 from cost_model.cluster.pools import Machines
 from cost_model.simulator import least_end_s
@@ -41,20 +41,38 @@ from whale.ir.strategy import (
     Recompute,
     Stage,
     count_expert_ranks,
-    count_live_chunks,
     divide_chunks,
+    place_chunks,
 )
 from whale.planner.analytic_search.candidates import Candidate, Constraints
 from whale.planner.analytic_search.enumerate_candidates import Families
 from whale.planner.analytic_search.estimate import divisors
 from whale.planner.analytic_search.exact import exact
 from whale.planner.analytic_search.layer_partition import Chain, Room
-from whale.planner.analytic_search.moves import Moves, Ranks, layer_moves, with_counts
+from whale.planner.analytic_search.moves import Moves, Ranks, count_kinds, layer_moves, with_counts
 from whale.planner.analytic_search.neighbours import StageRanks, neighbours, other_orders, other_ranks
 from whale.planner.analytic_search.random_moves import RandomMoves
 from whale.planner.analytic_search.recompute_stages import RecomputeChoice
 from whale.planner.analytic_search.simplicity import Complexity, measure_complexity
-from whale.planner.analytic_search.work import COST_S, CUT_S, FIT_S, LOOKUP_S, PASS_S, RANDOM_S, TOGETHER_PASS_S, Work
+from whale.planner.analytic_search.work import (
+    BOUND_S,
+    CHOOSE_S,
+    COST_S,
+    CUT_S,
+    DIVIDE_S,
+    EVALUATE_S,
+    FIT_S,
+    KEY_S,
+    LOOKUP_S,
+    MEAN_S,
+    MEMORY_S,
+    MOVE_S,
+    PASS_S,
+    PASSES_S,
+    RANDOM_S,
+    TOGETHER_PASS_S,
+    Work,
+)
 
 
 @dataclass(frozen=True)
@@ -159,14 +177,13 @@ class Search(Families):
         self.fastest: tuple[ParallelStrategy, Evaluation] | None = None
         self.misfits: list[tuple[ParallelStrategy, Evaluation]] = []
         self.room = Room(machines)
-        self.recompute = RecomputeChoice(model, machines, self.ranks, self.stage_costs)
+        self.recompute = RecomputeChoice(self.stage_costs)
         # With few devices: the options of a stage, by (micro-batches, sequence parallelism).
         self.choices: dict[tuple[int, bool], list[StageRanks]] = {}
         # Results of `_cut` with the limit in seconds, by hash of settings and ranks; the step below which all changes
         # of a strategy's ranks were tried, by hash of the strategy without its layers.
         self.cuts: dict[int, tuple[ParallelStrategy | None, float]] = {}
         self.changed: dict[int, float] = {}
-        self.live_of: dict[tuple[str, int, int, int], list[int]] = {}  # see `live`
         self.looked_at_all = False  # whether every assignment of few devices to stages was tried
         self.listed_s = math.inf  # step of the best candidate, before any was improved
         self.shaken = 0  # times that random changes were made
@@ -200,7 +217,7 @@ class Search(Families):
         A stage uses the candidate's kind of recompute or one that recomputes less.
         """
         if one.chunks > 1:
-            return self._divided(one.settings, one.ranks, one.chunks)
+            return self.fit(self._divided(one.settings, one.ranks, one.chunks))
         kinds = self.recompute_kinds(one.settings.sequence_parallel)
         kinds = kinds[: kinds.index(one.settings.recompute) + 1]
         return self._cut(one.settings, one.ranks, kinds)
@@ -236,8 +253,10 @@ class Search(Families):
 
     def fit(self, strategy: ParallelStrategy) -> ParallelStrategy:
         """Returns the strategy with the least recomputation in every stage that its memory allows."""
-        kinds = self.recompute_kinds(strategy.sequence_parallel)
-        return self.recompute.fit(strategy, kinds, lambda index: self.live(strategy, index))
+        kinds, before = self.recompute_kinds(strategy.sequence_parallel), self._count_computed()
+        fitted = self.recompute.fit(strategy, kinds, count_lives(strategy))
+        self._spend_computed(before, CHOOSE_S * len(strategy.stages))
+        return fitted
 
     def consider(self, strategy: ParallelStrategy, below_s: float = math.inf) -> tuple[float, ParallelStrategy]:
         """Simulates a strategy and records the result, unless a lower bound shows that its step takes at least
@@ -279,17 +298,19 @@ class Search(Families):
             strategy = msgspec.structs.replace(strategy, zero=0)  # with one replica there is no state to shard
         if strategy.expert_ranks != (legal := self._keep_experts(strategy, [stage.parts for stage in strategy.stages])):
             strategy = msgspec.structs.replace(strategy, expert_ranks=legal)
+        if not self.keeps_choices(strategy) or self._passes_at_least_s(strategy, below_s) >= below_s:
+            return strategy, False
         strategy = self.fit(strategy)
-        if (key := hash(strategy)) in self.kept.seen or not self.keeps_choices(strategy):
+        if (key := hash(strategy)) in self.kept.seen:
             return strategy, False
         self.kept.seen.add(key)
-        return strategy, math.isinf(below_s) or self.at_least_s(strategy) < below_s
+        return strategy, math.isinf(below_s) or self._fitted_at_least_s(strategy) < below_s
 
     def _simulate(self, strategies: list[ParallelStrategy]) -> list[float]:
         """Simulates strategies and records those that fit; returns seconds of each one's step, infinite where it does
         not fit.
         """
-        before, seconds = self.stage_costs.computed, []
+        before, seconds = self._count_computed(), []
         passes_s = PASS_S if len(strategies) < LEAST else TOGETHER_PASS_S
         for strategy, found in zip(strategies, evaluate_many(self.model, self.machines, strategies, self.stage_costs)):
             self.simulated += 1
@@ -303,7 +324,7 @@ class Search(Families):
                 self.misfits.append((strategy, found))
         passes = sum([2 * one.micro_batches * len(one.stages) * one.chunks for one in strategies])
         stages = sum([len(one.stages) for one in strategies])
-        self.work.spend(LOOKUP_S * stages + COST_S * (self.stage_costs.computed - before) + passes_s * passes)
+        self._spend_computed(before, EVALUATE_S * len(strategies) + passes_s * passes + LOOKUP_S * stages)
         return seconds
 
     def _keep_experts(self, settings: ParallelStrategy, ranks: Ranks) -> int:
@@ -313,24 +334,60 @@ class Search(Families):
         ways = settings.expert_ranks
         return ways if ways and all(sum(p.replicas for p in parts) % ways == 0 for parts in ranks) else 0
 
-    def at_least_s(self, strategy: ParallelStrategy) -> float:
-        """Returns a lower bound of a step's seconds without simulation; infinite if it does not fit, 0 if no bound is
-        known.
+    def at_least_s(self, strategy: ParallelStrategy, below_s: float = math.inf) -> float:
+        """Returns a lower bound of the seconds of a step in which every stage recomputes as little as fits; infinite if
+        it does not fit, 0 if no bound is known.
+
+        Args:
+            below_s: a bound that reaches this may be a lower one than is known, and of a strategy that does not fit:
+                most strategies are slower by the passes of one stage alone, and nothing else is computed for them.
         """
+        least_s = self._passes_at_least_s(strategy, below_s)
+        return least_s if least_s >= below_s else self._fitted_at_least_s(self.fit(strategy))
+
+    def _passes_at_least_s(self, strategy: ParallelStrategy, below_s: float) -> float:
+        """Returns a lower bound of a step's seconds by its passes without sends and with the least recomputation, of
+        one stage if that reaches `below_s`; 0 if no bound is known or `below_s` is infinite.
+        """
+        if math.isinf(below_s) or fully_sharded(self.model, strategy):
+            return 0.0
+        micro_batches, before = strategy.micro_batches, self.stage_costs.passes_computed
+        how = self.recompute_kinds(strategy.sequence_parallel)[0]
+        passes = self.stage_costs.list_passes(strategy, how, below_s / micro_batches)
+        computed = self.stage_costs.passes_computed - before
+        self.work.spend(BOUND_S + KEY_S * len(strategy.stages) + PASSES_S * computed)
+        if len(passes) < len(strategy.stages):
+            return micro_batches * passes[0].both_s
+        return least_end_s([p.forward_s for p in passes], [p.backward_s for p in passes], micro_batches)
+
+    def _fitted_at_least_s(self, strategy: ParallelStrategy) -> float:
+        """Returns what `at_least_s` does for a strategy whose recomputation is chosen."""
         if fully_sharded(self.model, strategy):
             return 0.0
-        costs = self._costs(strategy)
-        if any(cost.lacking_bytes > 0 for cost in costs):
+        costs = self._costs(strategy, fitting=True)
+        if costs[-1].lacking_bytes > 0:
             return math.inf
         passes_s = least_end_s([c.forward_s for c in costs], [c.backward_s for c in costs], strategy.micro_batches)
         after_s = costs[0].reduce_s + max([cost.update_s for cost in costs])
         return passes_s + after_s + tied_s(self.model, self.machines, strategy)
 
-    def _costs(self, strategy: ParallelStrategy) -> list[StageCost]:
-        before, ranks, count = self.stage_costs.computed, strategy.ranks, len(strategy.stages)
-        costs = [self.stage_costs(strategy, i, self.live(strategy, i), ranks) for i in range(count)]
-        self.work.spend(LOOKUP_S * count + COST_S * (self.stage_costs.computed - before))
+    def _costs(self, strategy: ParallelStrategy, fitting: bool = False) -> list[StageCost]:
+        """Returns the costs of all stages; `fitting`: up to the first one that does not fit into memory."""
+        before = self._count_computed()
+        costs = self.stage_costs.list_costs(strategy, fitting)
+        self._spend_computed(before, LOOKUP_S * len(costs))
         return costs
+
+    def _count_computed(self) -> tuple[int, int, int]:
+        """Returns how many stages' passes, memory, and costs were computed so far, rather than found in the cache."""
+        return self.stage_costs.passes_computed, self.stage_costs.memory_computed, self.stage_costs.computed
+
+    def _spend_computed(self, before: tuple[int, int, int], more_s: float) -> None:
+        """Counts the work of what was computed since `_count_computed` returned `before`, and `more_s`."""
+        passes, memory, costs = before
+        cache = self.stage_costs
+        computed_s = PASSES_S * (cache.passes_computed - passes) + MEMORY_S * (cache.memory_computed - memory)
+        self.work.spend(computed_s + COST_S * (cache.computed - costs) + more_s)
 
     def improve(self, strategy: ParallelStrategy, seconds: float, gain: float = SHORTER, wide: bool = False) -> None:
         """Replaces the strategy by a neighbour that is faster by at least a part `gain`, as long as there is one.
@@ -363,7 +420,7 @@ class Search(Families):
         key = hash((settings, tuple(ranks), strategy.chunks))
         known_s = self.changed.get(key, 0.0)
         if seconds > known_s or seconds < known_s * (1 - AGAIN):
-            yield from self._other_settings(strategy)
+            yield from self._other_settings(strategy, seconds)
             yield from self._other_ranks(strategy, seconds)
             if strategy.chunks == 1 and len(ranks) <= CUT_ANEW:
                 yield from self._recut(settings, other_orders(ranks), seconds)
@@ -375,7 +432,7 @@ class Search(Families):
                 yield from other_ranks(strategy, self.machines, choices, self.limits.stages is None)
         yield from layer_moves(strategy, [sum(c.forward_s) + sum(c.backward_s) for c in self._costs(strategy)])
 
-    def _other_settings(self, strategy: ParallelStrategy) -> Iterator[ParallelStrategy]:
+    def _other_settings(self, strategy: ParallelStrategy, seconds: float) -> Iterator[ParallelStrategy]:
         """Yields the strategy with other ZeRO levels, other expert-parallel degrees, both, and other numbers of chunks.
 
         Both change together, since what ZeRO divides of the experts depends on how many replicas have the same ones.
@@ -389,7 +446,7 @@ class Search(Families):
         for zero, own in itertools.product(levels, ways):
             if (zero, own) != (strategy.zero, strategy.expert_ranks):
                 yield msgspec.structs.replace(strategy, zero=zero, expert_ranks=own)
-        yield from self._chunked(strategy, [stage.parts for stage in strategy.stages], strategy.chunks)
+        yield from self._chunked(strategy, [stage.parts for stage in strategy.stages], strategy.chunks, seconds)
 
     def _other_ranks(self, strategy: ParallelStrategy, seconds: float) -> Iterator[ParallelStrategy]:
         """Yields the strategy on other ranks, if these could be faster than `seconds`: first with its layers, then cut
@@ -397,23 +454,25 @@ class Search(Families):
         """
         settings = msgspec.structs.replace(strategy, stages=())
         changes = [one for one in self.moves.of_ranks(strategy) if self._least_s(*one, settings) < seconds]
+        self.work.spend(DIVIDE_S * len(changes))
         random.Random(len(changes)).shuffle(changes)  # similar changes come one after the other in the list
         able: list[tuple[float, ParallelStrategy, Ranks]] = []
         for micro_batches, ranks in changes:
             own = self._settings_for(settings, micro_batches, ranks)
             plain = self._with_layers_of(strategy, own, ranks)
-            least_s = self.at_least_s(plain)
+            divided_anew = strategy.chunks == 1 or len(ranks) != len(strategy.stages)
+            least_s = self.at_least_s(plain, NEARLY * seconds if divided_anew else seconds)
             if least_s < seconds:
                 yield plain
-            if least_s < NEARLY * seconds or math.isinf(least_s):
+            if divided_anew and (least_s < NEARLY * seconds or math.isinf(least_s)):
                 able.append((least_s, own, ranks))
         # Cuts take longest: they come last, the most promising ones first. With another number of stages, other
         # numbers of chunks may be the best, and the present one may not fit.
         for _, own, ranks in sorted(able, key=lambda e: e[0]):
             if strategy.chunks == 1:
                 yield from self._recut(own, [ranks], seconds)
-            elif len(ranks) != len(strategy.stages):
-                yield from self._chunked(own, ranks, strategy.chunks)
+            else:
+                yield from self._chunked(own, ranks, strategy.chunks, seconds)
 
     def _settings_for(self, settings: ParallelStrategy, micro_batches: int, ranks: Ranks) -> ParallelStrategy:
         """Returns the settings with another number of micro-batches, and without an expert degree that these ranks do
@@ -428,29 +487,38 @@ class Search(Families):
         If the numbers of stages differ, layers are divided in proportion to the speed of the ranks instead.
         """
         if len(ranks) == len(strategy.stages):
-            layers = [stage.layers for stage in strategy.stages]
-        else:
-            chunks = min(strategy.chunks, self.model.count // len(ranks)) if len(ranks) > 1 else 1
-            return self._divided(settings, ranks, chunks)
-        stages = tuple(Stage(ranges, parts) for ranges, parts in zip(layers, ranks))
-        return self.fit(msgspec.structs.replace(settings, stages=stages))
+            stages = tuple([Stage(stage.layers, parts) for stage, parts in zip(strategy.stages, ranks)])
+            return msgspec.structs.replace(settings, stages=stages)
+        chunks = min(strategy.chunks, self.model.count // len(ranks)) if len(ranks) > 1 else 1
+        return self._divided(settings, ranks, chunks)
 
     def _divided(self, settings: ParallelStrategy, ranks: Ranks, chunks: int) -> ParallelStrategy:
         """Returns a strategy whose stages get layers in proportion to their speed, equally many in each of `chunks`
         chunks.
         """
+        return self._with_shares(settings, ranks, chunks, self._shares(settings, ranks))
+
+    def _shares(self, settings: ParallelStrategy, ranks: Ranks) -> list[float]:
+        """Returns the part of the layers that each stage gets in proportion to its speed; []: all are alike."""
+        if len(set(ranks)) == 1:
+            return []
+        each = self._each_s(ranks, settings)
+        speeds = [1.0 / each[parts] for parts in ranks]
+        whole = sum(speeds)
+        return [speed / whole for speed in speeds]
+
+    def _with_shares(
+        self, settings: ParallelStrategy, ranks: Ranks, chunks: int, shares: list[float]
+    ) -> ParallelStrategy:
+        """Returns a strategy whose chunks have at least one layer, and of all others these parts of each chunk."""
         stages, count = len(ranks), self.model.count
-        layers = divide_chunks(count, stages, chunks)
-        found = msgspec.structs.replace(
-            settings, stages=tuple(Stage(ranges, parts) for ranges, parts in zip(layers, ranks))
-        )
-        if len(set(ranks)) > 1:
-            each = self._each_s(ranks, settings)
-            speed = sum(1.0 / each[parts] for parts in ranks)
-            ends = [0.0, *itertools.accumulate(1.0 / each[parts] / speed for _ in range(chunks) for parts in ranks)]
-            cuts = [round(end / chunks * (count - stages * chunks)) for end in ends]
-            found = with_counts(found, [1 + high - low for low, high in itertools.pairwise(cuts)])
-        return self.fit(found)
+        if not shares:
+            layers = divide_chunks(count, stages, chunks)
+        else:
+            more = (count - stages * chunks) / chunks
+            cuts = [round(end * more) for end in itertools.accumulate(shares * chunks, initial=0.0)]
+            layers = place_chunks([1 + high - low for low, high in itertools.pairwise(cuts)], stages)
+        return msgspec.structs.replace(settings, stages=tuple([Stage(own, parts) for own, parts in zip(layers, ranks)]))
 
     def _recut(self, settings: ParallelStrategy, orders: Iterable[Ranks], seconds: float) -> Iterator[ParallelStrategy]:
         """Yields, for each order of the ranks in `orders`, a strategy with one chunk of layers in each stage, unless a
@@ -470,39 +538,41 @@ class Search(Families):
         With equal loads for all stages and no bubble, this is about the least that any assignment of layers gives;
         moves that cannot be faster are left out.
         """
-        each = self._each_s(ranks, settings)
-        return micro_batches * self.model.count / sum(1.0 / each[parts] for parts in ranks)
+        each, counts = self._each_s(ranks, settings), count_kinds(ranks)
+        return micro_batches * self.model.count / sum([count / each[parts] for parts, count in counts.items()])
 
     def _each_s(self, ranks: Ranks, settings: ParallelStrategy) -> dict[tuple[DeviceGroup, ...], float]:
         """Returns the mean seconds of one layer per micro-batch for each distinct stage, with the least recomputation
         allowed.
         """
         how = self.recomputes()[0][0], settings.sequence_parallel
-        kinds = dict.fromkeys(ranks)
-        self.work.spend(LOOKUP_S * len(kinds))
+        self.work.spend(MOVE_S + MEAN_S * len(ranks))
         found = {}
-        for parts in kinds:
+        for parts in count_kinds(ranks):
             ways = settings.expert_ranks
             if self.model.experts and not ways:
                 ways = count_expert_ranks(self.model.experts, sum(p.replicas for p in parts))
             found[parts] = max(self.predict_whole(p.pool, p.tensor, p.rows, how, ways)[2] for p in parts)
         return found
 
-    def _chunked(self, strategy: ParallelStrategy, ranks: Ranks, known: int) -> Iterator[ParallelStrategy]:
+    def _chunked(
+        self, strategy: ParallelStrategy, ranks: Ranks, known: int, most_s: float
+    ) -> Iterator[ParallelStrategy]:
         """Yields the strategy on these ranks with the numbers of chunks that look best, layers in proportion to speed.
 
         Args:
             known: a number of chunks that was good; numbers near it are tried.
+            most_s: those that cannot be faster than this are left out.
         """
         stages, count, found = len(ranks), self.model.count, []
         if stages == 1 or strategy.micro_batches < stages or self.limits.chunks == 1:
             return
-        most = min(MOST_CHUNKS, count // stages)
+        most, shares = min(MOST_CHUNKS, count // stages), self._shares(strategy, ranks)
         near = range(known - 2, known + 3)
         tried = {self.limits.chunks} if self.limits.chunks else {*CHUNKS_LOOKED_AT, *near, *divisors(count // stages)}
         for chunks in sorted(n for n in tried if 2 <= n <= most):
-            own = self._divided(strategy, ranks, chunks)
-            if (seconds := self.at_least_s(own)) < math.inf:
+            own = self._with_shares(strategy, ranks, chunks, shares)
+            if (seconds := self.at_least_s(own, most_s)) < most_s:
                 found.append((seconds, chunks, own))
         yield from (own for _, _, own in sorted(found, key=lambda e: e[:2])[:CHUNKS_TRIED])
 
@@ -516,8 +586,8 @@ class Search(Families):
         strategy = self.fastest[0]
         settings, ranks = msgspec.structs.replace(strategy, stages=()), [stage.parts for stage in strategy.stages]
         for chunks in range(1, strategy.chunks):
-            one = self._divided(settings, ranks, chunks)
-            if self.at_least_s(one) <= most_s:
+            one = self.fit(self._divided(settings, ranks, chunks))
+            if self._fitted_at_least_s(one) <= most_s:
                 found = evaluate(self.model, self.machines, one, self.stage_costs)
                 if found.fits:
                     self.kept.keep_simple(one, found)
@@ -747,7 +817,7 @@ class Search(Families):
                 if failed <= effort.misfits:
                     self.misfit(one.even(self.model.count))
                 continue
-            seconds = self.at_least_s(strategy)
+            seconds = self._fitted_at_least_s(strategy)
             if seconds < math.inf:
                 built.append((seconds, strategy))
                 known.add(shape)
@@ -756,13 +826,6 @@ class Search(Families):
             if self.kept.entries and (number >= effort.simulated or seconds > BEHIND * best):
                 break
             self.consider(strategy)
-
-    def live(self, strategy: ParallelStrategy, index: int) -> int:
-        """Returns the number of micro-batch chunks whose activations stage `index` holds at its peak."""
-        key = strategy.schedule, len(strategy.stages), strategy.chunks, strategy.micro_batches
-        if key not in self.live_of:
-            self.live_of[key] = [count_live_chunks(*key, stage) for stage in range(key[1])]
-        return self.live_of[key][index]
 
     def least_memory(self) -> Iterator[Candidate]:
         """Yields the listed candidates, then candidates that need the least memory, however slow; used to explain what
