@@ -196,7 +196,7 @@ class Families(Estimates):
         if 2 < len(pools) <= MOST_POOLS:
             sets = [s for n in range(2, len(pools) + 1) for s in itertools.combinations(range(len(pools)), n)]
         wanted = self._replicas_wanted()
-        if wanted is not None and len(pools) > 1:  # a fixed number of replicas may need unequal rows within one pool
+        if len(pools) > 1:  # where rows do not divide by the replicas of one pool, some of these have one row more
             sets += [(k,) for k in range(len(pools))]
         for chosen in sets:
             degrees = [self.tensors(k) for k in chosen]
@@ -246,6 +246,8 @@ class Families(Estimates):
         limits, replicas = self.limits, sum(k[2] for k in kinds)
         if self.data not in (None, replicas) or replicas % self.replicas_step:
             return
+        # Of one of several pools, `pure` lists what divides rows evenly.
+        uneven = len(kinds) == 1 < len(self.machines.pools) and self._replicas_wanted() is None
         most = [self.rows_of(pool, tensor)[-1] for pool, tensor, _ in kinds]
         least = max(self.rows_of(pool, tensor)[0] for pool, tensor, _ in kinds)
         for micro_batches in divisors(self.batch):
@@ -256,6 +258,8 @@ class Families(Estimates):
             if left_free and micro_batches * LEAST_FILLED < stages:
                 continue
             if rows < replicas and (micro_batches > 1 or stages > 1):
+                continue
+            if uneven and rows % replicas == 0:
                 continue
             if self.context > 1 and rows % replicas:  # ranks that divide a row's tokens are all alike
                 continue

@@ -106,7 +106,7 @@ class RandomMoves:
         """
         some, _ = self._single(r, strategy)
         parts, pools = strategy.stages[min(some)].parts, self.moves.machines.pools
-        if len(pools) == 1 or (len(parts) > 1 and r.random() < 0.3):
+        if len(parts) > 1 and r.random() < 0.3:
             return self._with_parts(strategy, some, r.choice(variants(parts)))
         kinds: dict[tuple[int, int], int] = {}
         for part in parts:

@@ -461,10 +461,11 @@ class Search(Families):
             own = self._settings_for(settings, micro_batches, ranks)
             plain = self._with_layers_of(strategy, own, ranks)
             divided_anew = strategy.chunks == 1 or len(ranks) != len(strategy.stages)
-            least_s = self.at_least_s(plain, NEARLY * seconds if divided_anew else seconds)
+            nearly_s = NEARLY * seconds if divided_anew else seconds
+            least_s = self.at_least_s(plain, nearly_s)
             if least_s < seconds:
                 yield plain
-            if divided_anew and (least_s < NEARLY * seconds or math.isinf(least_s)):
+            if divided_anew and (least_s < nearly_s or math.isinf(least_s)):
                 able.append((least_s, own, ranks))
         # Cuts take longest: they come last, the most promising ones first. With another number of stages, other
         # numbers of chunks may be the best, and the present one may not fit.
@@ -644,6 +645,11 @@ class Search(Families):
         self._wander(self.fastest[0], self.fastest[1].step_s, WANDERED_SOME)
         self._improve_best(IMPROVED_FEW if self.looked_at_all else improved)
 
+    def refine(self) -> None:
+        """Makes random changes of the best strategy, and moves its layers at random, until neither helps."""
+        self._wander_from_best()
+        self.polish()
+
     def go_on(self, improved: int) -> None:
         """Spends more work on the best strategies: random changes of several, then improvement of the best
         `improved`.
@@ -710,6 +716,8 @@ class Search(Families):
             if closely and self.fastest is not None and self.fastest is not before:
                 self._wander_from_best()
                 self.improve(self.fastest[0], self.fastest[1].step_s, STEP)
+        if not closely and not self.few and math.isinf(self.limits.faster_than_s):
+            self.polish()  # moves of layers gain little each, and much together, in the time that ranks take for once
         for gain in (STEP, SHORTER):
             assert self.fastest is not None
             self.improve(self.fastest[0], self.fastest[1].step_s, gain)

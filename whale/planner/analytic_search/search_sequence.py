@@ -43,6 +43,7 @@ LEAST_TOKENS = 256  # least tokens of a row on each context-parallel rank
 CLOSE = 1.03  # a strategy with another choice is polished if its step is below this times the best
 TAKEN_ALONG = 60  # strategies that a search takes over from one on more hosts, or with another context degree
 GONE_ON = 3  # searches, those with the fastest strategies, on which more work is spent at the end
+FAR = 1.25  # ... unless their fastest strategy takes more than this times the best one
 FEWER = (2, 4, 8)  # one of so many devices of a host is used, where its adapters are too slow for more
 
 
@@ -124,6 +125,7 @@ class _Sequence:
         self.run_on_all()
         if not self.found:
             return
+        self.found[0].refine()  # takes little, and the budget may end before a search goes on
         first, now = self.found[0], self._leave_idle_out()
         gone_on = [now, first] if now.machines is first.machines else [now]
         now.go_on(IMPROVED)
@@ -139,7 +141,7 @@ class _Sequence:
                 limits = replace(self.limits, context=self.found[0].limits.context, faster_than_s=known_s)
                 self._begin(self.model.on(own), own, limits, IMPROVED_PART)
         for one in self.found[:GONE_ON]:
-            if one not in gone_on:
+            if one not in gone_on and one.fastest[1].step_s < FAR * self.found[0].fastest[1].step_s:  # type: ignore[index]
                 one.limits = replace(one.limits, faster_than_s=math.inf)
                 one.go_on(IMPROVED)
                 self._take_over(one)

@@ -13,13 +13,13 @@ from collections.abc import Hashable
 
 # Seconds of one core for: the estimate of a candidate; the layers' costs on a kind of rank; a bound of a strategy by
 # its passes, and each stage of it; a stage's passes, memory and cost, computed, and its cost and recomputation, cached.
-ESTIMATE_S, LAYERS_S, BOUND_S, KEY_S = 6e-6, 2.8e-4, 2e-5, 1.2e-6
-PASSES_S, MEMORY_S, COST_S, LOOKUP_S, CHOOSE_S = 5e-5, 2e-5, 6e-5, 2e-6, 1e-6
+ESTIMATE_S, LAYERS_S, BOUND_S, KEY_S = 6e-6, 2.8e-4, 2.2e-5, 1.2e-6
+PASSES_S, MEMORY_S, COST_S, LOOKUP_S, CHOOSE_S = 8e-5, 2.5e-5, 1e-4, 2e-6, 1e-6
 # For: a change that is listed, and each stage of it; one whose stages get layers; a random change; a strategy whose
 # step is simulated, and a pass of it, alone or together with other strategies; a check whether layers fit into a stage;
 # a stage of a cut; an array element of the exact search.
-MOVE_S, MEAN_S, DIVIDE_S, RANDOM_S, EVALUATE_S = 3e-5, 6e-7, 2e-5, 3e-5, 1.2e-4
-PASS_S, TOGETHER_PASS_S, FIT_S, CUT_S, ELEMENT_S = 2.5e-7, 1.2e-7, 1.2e-5, 4e-6, 5e-9
+MOVE_S, MEAN_S, DIVIDE_S, RANDOM_S, EVALUATE_S = 5e-5, 6e-7, 3e-5, 3e-5, 1.2e-4
+PASS_S, TOGETHER_PASS_S, FIT_S, CUT_S, ELEMENT_S = 2.5e-7, 1.2e-7, 2e-5, 4e-6, 5e-9
 PROCESSOR_TIMES = 5  # processor time ends a search at this times the budget
 LOOK_S = 0.05  # seconds of work between two looks at the processor time
 
