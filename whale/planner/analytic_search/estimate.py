@@ -287,7 +287,7 @@ class Estimates:
         self.work.spend(ESTIMATE_S)
         if self.far_behind(least_s):
             return False
-        best = self.shapes.get(shape, ())
+        best = self.shapes.get(shape, [])
         return len(best) < self.kept_per_shape or -best[0] > least_s
 
     def keeps(self, estimate_s: float, shape: tuple[object, ...]) -> bool:
