@@ -237,6 +237,18 @@ def replace_micro_batches(strategy: ParallelStrategy, micro_batches: int) -> Par
     return msgspec.structs.replace(strategy, stages=(), micro_batches=micro_batches)
 
 
+def test_rows_are_not_shared_under_a_degree_that_was_not_measured() -> None:
+    """A random change may leave a degree that one kind of devices does not have, for the next change to look at."""
+    machines = Machines(MIXED)
+    measured = [
+        Measured("block", pool.device.name, 0.01, 0.02, micro_batch=rows) for pool in machines.pools for rows in (1, 8)
+    ]
+    model = TableModel(LayerProfile([TableLayer("block", 4, 1e6, 1e4)], measured), stack("megatron-2022"), machines)
+    moves = Search(model, machines, 8, Constraints()).moves
+    assert moves.share({(0, 1): 2, (1, 1): 1}, 8, 0) is not None
+    assert moves.share({(0, 1): 2, (1, 2): 1}, 8, 0) is None
+
+
 def test_room_is_that_of_hosts() -> None:
     machines = Machines(MIXED)
     assert has_room(machines, [(DeviceGroup(0, 4, 1, 1),), (DeviceGroup(0, 2, 2, 1),)])

@@ -262,8 +262,8 @@ class Moves:
                 yield found
 
     def share(self, kinds: dict[tuple[int, int], int], rows: int, ways: int) -> tuple[DeviceGroup, ...] | None:
-        """Returns device groups whose replicas share `rows` by speed; None: there are fewer rows than replicas, or too
-        many rows.
+        """Returns device groups whose replicas share `rows` by speed; None: there are fewer rows than replicas, too
+        many rows, or no such degree on a pool.
 
         Args:
             kinds: {(pool, tensor-parallel degree): number of replicas}.
@@ -276,6 +276,8 @@ class Moves:
 
         own = [(pool, tensor, n) for (pool, tensor), n in kinds.items() if n > 0]
         if not own or sum(n for _, _, n in own) > rows:
+            return None
+        if any(tensor not in self.tensors(pool) for pool, tensor, _ in own):  # an earlier change left such a degree
             return None
         return row_shares(own, rows, predict_s, [self.most_rows(pool, tensor) for pool, tensor, _ in own])
 
