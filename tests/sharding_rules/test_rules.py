@@ -120,6 +120,15 @@ def test_outputs_can_be_wanted():
     assert find_rule("Tile").produces_any and find_rule("TensorListReserve").produces_any
 
 
+def test_outputs_of_tile_are_sharded_where_ranks_can_have_multiples_of_their_own():
+    known = view("Tile", ["float32[1,4]", "int32[2]"], ["float32[8,4]"])
+    assert str(found(known, "B B", "S(0)[3,5]")[0]) == "B B -> S(0)[3,5]"
+    unknown = view("Tile", ["float32[1,4]", "int32[2]"], ["float32[8,?]"])
+    assert [str(s) for s in found(unknown, "B B", "S(0)[3,5]")] == ["B B -> B"]
+    kept = view("Tile", ["float32[6,?]", "int32[2]"], ["float32[6,?]"])
+    assert str(found(kept, "S(0)[2,4] B")[0]) == "S(0)[2,4] B -> S(0)[2,4]"
+
+
 LISTS = [
     (
         view("TensorListReserve", ["int32[2]", "int32[]"], ["variant[]"], {0: [-1, 8]}),

@@ -339,20 +339,21 @@ def _find_repeats(op: OpView) -> list[int | None] | None:
 def tile(op: OpView) -> str:
     """Writes the sharding rule of Tile, from the multiples.
 
-    A dimension that is made by repeating one element can be sharded anywhere.
+    A dimension that is made by repeating one element can be sharded anywhere. Ranks then need multiples of their own,
+    which is why all of them have to be known.
     """
     before, repeats = op.inputs[0].shape, _find_repeats(op)
     if before is None or repeats is None:
         return REPLICATED
-    left, right = [], []
+    left, right, are_known = [], [], None not in repeats
     for n, (size, count) in enumerate(zip(before, repeats)):
         if count == 1:
             left.append(f"a{n}")
             right.append(f"a{n}")
-        elif size == 1:
+        elif size == 1 and are_known:
             left.append("1")
             right.append(f"t{n}")
-        elif size is not None and count is not None:
+        elif size is not None and are_known:
             left.append(f"a{n}")
             right.append(f"(t{n} a{n})")
         else:
