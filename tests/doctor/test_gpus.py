@@ -120,9 +120,9 @@ def test_steps_are_planned_for_the_memory_of_the_ranks_own_gpu(library: str, mon
     assert memory_plan.limit_bytes(context(small)) == ((24 << 30) - left, text)
     assert memory_plan.limit_bytes(context(small, "pinned"))[0] == (24 << 30) - left  # its buffers are the host's
     assert memory_plan.limit_bytes(context(msgspec.structs.replace(small, sharing=2), "cuda-ipc")) == (
-        (12 << 30) - left - (8 << 20),
+        (12 << 30) - left - (12 << 20),
         "memory of the GPU, NVIDIA Something, divided by the 2 ranks that share it, without 1.5 GiB for CUDA and "
-        "8.0 MiB for exchanges",
+        "12.0 MiB for exchanges",
     )
     in_use = msgspec.structs.replace(small, sharing=2, used_bytes=4 << 30)
     assert memory_plan.limit_bytes(context(in_use)) == (

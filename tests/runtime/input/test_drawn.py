@@ -119,6 +119,42 @@ def test_inside_a_loop_every_rank_reads(ranks: Callable[..., None], size: int) -
     np.testing.assert_allclose(looped(wh.function), expected, rtol=1e-5)
 
 
+@pytest.mark.parametrize("form", ["loop", "branch"])
+def test_loops_and_branches_over_optionals_name_what_runs(ranks: Callable[..., None], form: str) -> None:
+    """An optional cannot be sent to the other ranks, which are threads here."""
+
+    def looped(function: Any, by_hand: bool) -> list[float]:
+        train = trainer()
+
+        @function
+        def optionals(iterator: Any) -> Any:
+            total, found = 0.0, iterator.get_next_as_optional()
+            if form == "branch":
+                if found.has_value():
+                    total = train(*found.get_value())
+                return total
+            while found.has_value():
+                total += train(*found.get_value())
+                found = iterator.get_next_as_optional()
+            return total
+
+        @function
+        def elements(iterator: Any) -> Any:
+            total = 0.0
+            for x, y in iterator:
+                total += train(x, y)
+            return total
+
+        return [float((optionals if by_hand else elements)(iter(dataset().take(2)))) for _ in range(2)]
+
+    expected = looped(tf.function, False)
+    ranks(2)
+    with pytest.raises(wh.PlanError, match=r"for x in iterator(.|\n)*whale run") as caught:
+        looped(wh.function, True)
+    assert "datasets or iterators" in str(caught.value)
+    np.testing.assert_allclose(looped(wh.function, False), expected, rtol=1e-5)
+
+
 def loop_over_datasets(function: Callable[..., Any]) -> list[float]:
     """Trains in loops over datasets: arguments, captured ones that reshuffle, in another loop, with a break."""
     train, last = trainer(), tf.Variable(0.0)

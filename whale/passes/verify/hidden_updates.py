@@ -8,13 +8,17 @@ added nodes that assign the first rank's value on all ranks afterwards (``whale.
 from __future__ import annotations
 
 from whale.errors import PlanError
-from whale.ir.ops import DATASET_LOOPS, HAS_BODIES, OBJECT_UPDATES, UPDATES
+from whale.ir.ops import DATASET_LOOPS, HAS_BODIES, IDENTITIES, OBJECT_UPDATES, UPDATES
 from whale.ir.plan import Plan
-from whale.ir.program import Node, Program, iterate_function_refs
+from whale.ir.program import Node, Program, Ref, iterate_function_refs
 from whale.passes.normalize.side_effects import find_hidden_updates
 from whale.sharding_rules import find_rule
 
 _LOOP = "take the loop over the dataset out of the step, and call the step once per batch"
+_OPTIONAL = (
+    "read the iterator by `for x in iterator:` or next(iterator), since what get_next_as_optional() returns cannot be "
+    "sent to ranks that are threads; `whale run`, whose ranks are processes, runs the step as it is"
+)
 _STRINGS = (
     "take the update out of the loop or branch, or the strings, which cannot be sent to other ranks; strings of tables "
     "and queues are on all ranks that are processes (`whale run`)"
@@ -50,7 +54,7 @@ def refuse_hidden_updates(program: Program, plan: Plan) -> None:
                     "what every rank has a copy of is updated by an operation that only the first rank runs",
                     op=f"{node.name} ({node.op})",
                     given=f"{update.name} ({update.op}) inside a function that this operation calls",
-                    expected="updates in the step itself, or in loops and branches over tensors",
+                    expected="updates in the step itself, or in loops and branches over tensors, datasets or iterators",
                     action=_find_action(body, node),
                 )
 
@@ -73,8 +77,15 @@ def _are_shared(program: Program, body: Program, node: Node, shared: set[str]) -
 def _find_action(body: Program, node: Node) -> str:
     datasets = any(body.find_type(ref).dtype == "variant" for ref in node.inputs)
     if node.op in HAS_BODIES:
+        if any(_source_of(body, ref).op == "IteratorGetNextAsOptional" for ref in node.inputs):
+            return _OPTIONAL
         return _LOOP if datasets else _STRINGS
     return _LOOP if node.op in DATASET_LOOPS else _TRANSFORMATION
+
+
+def _source_of(body: Program, ref: Ref) -> Node:
+    node = body.by_name[ref.node]
+    return _source_of(body, node.inputs[0]) if node.op in IDENTITIES else node
 
 
 def _runs_functions(node: Node) -> bool:
