@@ -216,7 +216,7 @@ def test_moves_are_legal() -> None:
 
 
 def test_a_bound_that_ends_early_leaves_out_only_what_is_slower() -> None:
-    """What a limit leaves out would be left out without it, and all else has the same bound."""
+    """Leaves out with a limit only what is left out without it; all else has the same bound."""
     machines = Machines(MIXED)
     model = _model("gpt:layers=24,hidden=2048,heads=16,sequence=1024", machines)
     own = Search(model, machines, 64, Constraints())

@@ -92,6 +92,19 @@ def test_several_batches_of_one_step(ranks: Callable[..., None]) -> None:
     np.testing.assert_allclose(two(wh.function), expected, rtol=1e-5)
 
 
+def make_epoch(function: Any, train: Any) -> Any:
+    """Returns a step that trains on every element of an iterator; it returns the sum of the losses."""
+
+    @function
+    def epoch(iterator: Any) -> Any:
+        total = 0.0
+        for x, y in iterator:
+            total += train(x, y)
+        return total
+
+    return epoch
+
+
 @pytest.mark.parametrize("size", [1, 2])
 def test_inside_a_loop_every_rank_reads(ranks: Callable[..., None], size: int) -> None:
     def looped(function: Any) -> list[float]:
@@ -104,13 +117,7 @@ def test_inside_a_loop_every_rank_reads(ranks: Callable[..., None], size: int) -
                 total += train(*next(iterator))
             return total
 
-        @function
-        def all_of(iterator: Any) -> Any:
-            total = 0.0
-            for x, y in iterator:
-                total += train(x, y)
-            return total
-
+        all_of = make_epoch(function, train)
         of_two = [float(step(iter(dataset().take(2).repeat()))) for _ in range(2)]
         return of_two + [float(all_of(iter(dataset().take(2)))) for _ in range(2)]
 
@@ -121,7 +128,7 @@ def test_inside_a_loop_every_rank_reads(ranks: Callable[..., None], size: int) -
 
 @pytest.mark.parametrize("form", ["loop", "branch"])
 def test_loops_and_branches_over_optionals_name_what_runs(ranks: Callable[..., None], form: str) -> None:
-    """An optional cannot be sent to the other ranks, which are threads here."""
+    """Checks the message: an optional cannot be sent to the other ranks, which are threads here."""
 
     def looped(function: Any, by_hand: bool) -> list[float]:
         train = trainer()
@@ -138,14 +145,8 @@ def test_loops_and_branches_over_optionals_name_what_runs(ranks: Callable[..., N
                 found = iterator.get_next_as_optional()
             return total
 
-        @function
-        def elements(iterator: Any) -> Any:
-            total = 0.0
-            for x, y in iterator:
-                total += train(x, y)
-            return total
-
-        return [float((optionals if by_hand else elements)(iter(dataset().take(2)))) for _ in range(2)]
+        step = optionals if by_hand else make_epoch(function, train)
+        return [float(step(iter(dataset().take(2)))) for _ in range(2)]
 
     expected = looped(tf.function, False)
     ranks(2)

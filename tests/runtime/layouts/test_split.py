@@ -294,7 +294,7 @@ def test_layers_over_axes_of_their_own(ranks: Callable[..., None], mesh: str, ro
 
 
 def test_steps_without_scopes_may_come_before_those_that_divide_weights(ranks: Callable[..., None]) -> None:
-    """An evaluation, and a warm-up of training, use the weights whole; the optimizer has its slots by then."""
+    """Takes an evaluation and a warm-up first, which use the weights whole; the optimizer has its slots by then."""
 
     def train(function: Any, scope: Any) -> list[np.ndarray]:
         generator = np.random.default_rng(0)
