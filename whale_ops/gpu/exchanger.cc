@@ -96,7 +96,7 @@ Status Exchanger::let_wait(void* stream, void* mark) {
                      : status;
 }
 
-Status Exchanger::follow(CUstream later, CUstream earlier) {
+Status Exchanger::make_wait(CUstream later, CUstream earlier) {
   if (later == earlier) return Status::Ok();
   const Status status = check(driver().cuEventRecord(behind_, earlier), "cuEventRecord");
   return status.ok() ? check(driver().cuStreamWaitEvent(later, behind_, 0), "cuStreamWaitEvent")
@@ -114,21 +114,21 @@ Status Exchanger::all_reduce(const DeviceOperation& what, CUevent mark, CUstream
   Status status;
   if (!as_it_is && !is_small) {
     *last = unpacking_;
-    if (!what.before.empty()) status = follow(packing_, stream_);
+    if (!what.before.empty()) status = make_wait(packing_, stream_);
   }
   for (const std::vector<DeviceTensor>& chunk : chunks) {
     if (!status.ok()) break;
     const DeviceTensor& first = chunk[0];
     status = as_it_is
                  ? transport_->all_reduce(what, first.input, first.output, first.count, stream_)
-             : is_small ? packed(what, chunk, small_, stream_, stream_)
-                        : in_turn(what, chunk, mark);
+             : is_small ? reduce_packed(what, chunk, small_, stream_, stream_)
+                        : reduce_in_turn(what, chunk, mark);
   }
   return status;
 }
 
-Status Exchanger::in_turn(const DeviceOperation& what, const std::vector<DeviceTensor>& chunk,
-                          CUevent mark) {
+Status Exchanger::reduce_in_turn(const DeviceOperation& what,
+                                 const std::vector<DeviceTensor>& chunk, CUevent mark) {
   const Buffer& buffer = buffers_[turn_++ % buffers_.size()];
   // An event that was never recorded lets whoever waits go on.
   Status status;
@@ -136,13 +136,13 @@ Status Exchanger::in_turn(const DeviceOperation& what, const std::vector<DeviceT
     if (status.ok())
       status = check(driver().cuStreamWaitEvent(packing_, event, 0), "cuStreamWaitEvent");
   }
-  if (status.ok()) status = packed(what, chunk, buffer.memory, packing_, unpacking_);
+  if (status.ok()) status = reduce_packed(what, chunk, buffer.memory, packing_, unpacking_);
   return status.ok() ? check(driver().cuEventRecord(buffer.free, unpacking_), "cuEventRecord")
                      : status;
 }
 
-Status Exchanger::packed(const DeviceOperation& what, const std::vector<DeviceTensor>& chunk,
-                         CUdeviceptr memory, CUstream packing, CUstream unpacking) {
+Status Exchanger::reduce_packed(const DeviceOperation& what, const std::vector<DeviceTensor>& chunk,
+                                CUdeviceptr memory, CUstream packing, CUstream unpacking) {
   std::vector<Span> inputs, outputs;
   int64_t count = 0;
   for (const DeviceTensor& tensor : chunk) {
@@ -159,9 +159,9 @@ Status Exchanger::packed(const DeviceOperation& what, const std::vector<DeviceTe
     while (divisor < static_cast<float>(what.size())) divisor *= 2.0f;
   }
   Status status = pack(gpu_, inputs, what.dtype, buffer, what.wire, 1.0f / divisor, packing);
-  if (status.ok()) status = follow(stream_, packing);
+  if (status.ok()) status = make_wait(stream_, packing);
   if (status.ok()) status = transport_->all_reduce(what, buffer, buffer, count, stream_);
-  if (status.ok()) status = follow(unpacking, stream_);
+  if (status.ok()) status = make_wait(unpacking, stream_);
   if (status.ok())
     status = unpack(gpu_, buffer, what.wire, outputs, what.dtype, what.scale * divisor, unpacking);
   return status;

@@ -52,13 +52,14 @@ class Exchanger final : public Device {
   // Queues an all-reduce; sets the stream whose next event comes after all of it.
   Status all_reduce(const DeviceOperation& what, CUevent mark, CUstream* last);
   // Queues a chunk of it through the next of the two buffers.
-  Status in_turn(const DeviceOperation& what, const std::vector<DeviceTensor>& chunk, CUevent mark);
+  Status reduce_in_turn(const DeviceOperation& what, const std::vector<DeviceTensor>& chunk,
+                        CUevent mark);
   // Packs a chunk on one stream, exchanges it on stream_ and unpacks it on another one; each is
   // the same stream, or waits for the one before.
-  Status packed(const DeviceOperation& what, const std::vector<DeviceTensor>& chunk,
-                CUdeviceptr memory, CUstream packing, CUstream unpacking);
+  Status reduce_packed(const DeviceOperation& what, const std::vector<DeviceTensor>& chunk,
+                       CUdeviceptr memory, CUstream packing, CUstream unpacking);
   // Makes what is queued on `later` from now on come after what is queued on `earlier`.
-  Status follow(CUstream later, CUstream earlier);
+  Status make_wait(CUstream later, CUstream earlier);
   void synchronize();
 
   std::unique_ptr<DeviceTransport> transport_;

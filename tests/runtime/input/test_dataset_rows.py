@@ -402,7 +402,7 @@ def test_orders_that_would_differ_are_refused(make: Make, given: str) -> None:
 
 @pytest.mark.parametrize("calls", [None, 3, tf.data.AUTOTUNE])
 def test_what_is_read_of_a_cache_of_shuffled_samples_follows_from_the_batches_taken(calls: int | None) -> None:
-    """Counts what each rank reads, since the next order follows from whether the cache is full when a loop stops early."""
+    """Counts what each rank reads, since whether the cache is full when a loop stops early decides the next order."""
     read: list[list[int]] = [[], []]
 
     def make(rank: int) -> tf.data.Dataset:

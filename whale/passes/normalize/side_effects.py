@@ -44,8 +44,8 @@ _READERS = frozenset({"ReduceDataset", "DatasetToSingleElement"})
 
 _ITERATORS_OF_SESSIONS = frozenset({"Iterator", "IteratorV2", "OneShotIterator"})
 
-# AutoGraph turns a Python loop over a dataset into this op. Mostly that is a training loop, which must not run on the
-# first rank alone.
+# AutoGraph turns a Python loop over a dataset into this op where the elements are datasets; all other such loops are
+# loops over tensors (decision 0197). Mostly it is a training loop, which must not run on the first rank alone.
 _LOOP = "ScanDataset"
 
 

@@ -171,6 +171,7 @@ class VariableStore:
         return {node: tiles for node, tiles in given.items() if tiles is not None} | fixed
 
     def _lies_whole(self, entry: _Entry) -> bool:
+        """Returns True if a variable is neither cut nor on the ranks of its stage only."""
         return entry.parts is None and id(entry.handle) not in self._homes
 
     def adopt(
@@ -285,7 +286,7 @@ class VariableStore:
             entry = self._entries.get(id(c.handle))
             if entry is None or (entry.parts is not None and entry.parts.device is not None):
                 continue
-            if entry.parts is not None or id(c.handle) in self._homes:
+            if not self._lies_whole(entry):
                 raise PlanError(
                     "a variable that an earlier step has put into the device's memory cannot move to the host's memory",
                     op=c.name,
@@ -293,20 +294,20 @@ class VariableStore:
                     expected="the training step, which shows what is an optimizer's state, before others that use it",
                     action="run the training step first, or leave memory.offload out",
                 )
-            self.follow()
-            self.moved += 1
-            del self._entries[id(c.handle)]
+            self._release(c)
 
     def _release_whole(self, captured: Sequence[CapturedVariable]) -> None:
-        """Removes variables that lie whole on all ranks, and are to be cut, from the store, so that they are added
-        again; earlier steps, which use them whole, are then compiled again.
-        """
+        """Removes those variables that lie whole on all ranks, and are to be cut, from the store."""
         for c in captured:
             entry = self._entries.get(id(c.handle))
             if entry is not None and self._lies_whole(entry):
-                self.follow()
-                self.moved += 1
-                del self._entries[id(c.handle)]
+                self._release(c)
+
+    def _release(self, c: CapturedVariable) -> None:
+        """Removes a variable from the store, so that it is added again; steps that use it are then compiled again."""
+        self.follow()
+        self.moved += 1
+        del self._entries[id(c.handle)]
 
     def _divide(
         self,
