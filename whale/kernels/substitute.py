@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from whale.ir.ops import CONVOLUTIONS, EXCHANGES, HOROVOD_ALL_REDUCE, MATMULS
+from whale.ir.ops import CONVOLUTIONS, EXCHANGES, HOROVOD_ALL_REDUCE, MATMULS, ON_DEVICE
 from whale.ir.program import Node, Program, Ref
 from whale.ir.text import format_program
 from whale.kernels.choices import ALL, Change, Choices, Substitution, list_changed, list_fused
@@ -271,6 +271,22 @@ def _with_number(program: Program, number: int) -> Program:
     return replace(main, functions={name: rewrite_graph(body) for name, body in program.functions.items()})
 
 
+def _keep_exchanges(program: Program) -> Program:
+    """Makes every exchange an effect of its graph.
+
+    TensorFlow's optimizer looks through a slice of packed values, and removes an exchange whose result one rank then
+    does not need; the other ranks would wait for that rank for ever.
+    """
+
+    ops = EXCHANGES.union(ON_DEVICE.values())
+
+    def keep(graph: Program) -> Program:
+        exchanges = [n.name for n in graph.nodes if n.op in ops and n.name not in graph.effects]
+        return replace(graph, effects=(*graph.effects, *exchanges)) if exchanges else graph
+
+    return replace(keep(program), functions={name: keep(body) for name, body in program.functions.items()})
+
+
 # Passes that only a run needs: they change names and devices. Predictions of time and memory use the programs before.
 FOR_RUN: tuple[_RewritePass, ...] = (
     Pass(
@@ -297,6 +313,11 @@ FOR_RUN: tuple[_RewritePass, ...] = (
             "communication.backend",
             lambda c: bool(c.comm) and c.settings.exchange.backend in DEVICE_BACKENDS,
         ),
+    ),
+    Pass(
+        "keep_exchanges",
+        "keeps exchanges whose results one rank does not need, but others wait for",
+        lambda programs, c: tuple(map(_keep_exchanges, programs)),
     ),
 )
 REWRITE: Table[Programs, RewriteContext] = Table(

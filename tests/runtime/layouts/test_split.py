@@ -334,3 +334,27 @@ def test_steps_without_scopes_may_come_before_those_that_divide_weights(ranks: C
     ranks(2)
     for number, (a, b) in enumerate(zip(train(wh.function, wh.split), wanted, strict=True)):
         np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-13, err_msg=str(number))
+
+
+def test_an_exchange_whose_result_one_rank_does_not_need_is_carried_out(ranks: Callable[..., None]) -> None:
+    """Adds two numbers to a variable of which each rank holds one: the first does not need the largest of all."""
+
+    def train(function: Any) -> list[np.ndarray]:
+        generator = np.random.default_rng(0)
+        weight, seen = tf.Variable(generator.standard_normal((3, 4))), tf.Variable([0, 0], dtype=tf.int64)
+
+        @function
+        def step(x: tf.Tensor) -> tf.Tensor:
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean((x @ weight) ** 2)
+            weight.assign_sub(0.05 * tape.gradient(loss, weight))
+            seen.assign_add([tf.shape(x, tf.int64)[0], tf.reduce_max(tf.cast(x * 10, tf.int64))])
+            return loss
+
+        losses = [step(tf.constant(generator.standard_normal((7, 3)))) for _ in range(2)]
+        return [*(loss.numpy() for loss in losses), tf.convert_to_tensor(weight).numpy(), tf.convert_to_tensor(seen)]
+
+    wanted = train(tf.function)
+    ranks(2, **{"memory.zero": 1, "memory.zero_min_bytes": 0})
+    for a, b in zip(train(wh.function), wanted, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-12)
