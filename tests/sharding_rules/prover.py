@@ -20,7 +20,7 @@ from whale.errors import RuleError
 from whale.ir.layout import P_SUM, B, Partial, Placement, Replicate, Shard, divide_evenly, shard
 from whale.ir.marks import NO_MARKS, Marks
 from whale.ir.program import Node
-from whale.ir.values import TensorType
+from whale.ir.values import Dims, TensorType
 from whale.sharding_rules.base import OpView, Strategy
 from whale.sharding_rules.empty import find_known_outputs
 from whale.sharding_rules.notation import FIRST_RANK, Line, parse
@@ -83,6 +83,35 @@ def view_of(case: Case, inputs: Sequence[np.ndarray], outputs: Sequence[np.ndarr
     """The case as its rule sees it."""
     node = Node("case", case.op, (), (), case.attrs, tuple(map(type_of, outputs)), marks=case.marks)
     return OpView(node, tuple(map(type_of, inputs)), parts, lambda i: inputs[i] if i in case.consts else None)
+
+
+def views_that_know_less(op: OpView) -> Iterator[OpView]:
+    """Views of which some sizes are unknown until the run: one alone, all that are equal to it, all but those; or all
+    of one tensor, its rank included.
+    """
+    types = (*op.inputs, *op.outputs)
+
+    def show(shapes: Sequence[Dims | None]) -> OpView:
+        shown = [TensorType(t.dtype, shape) for t, shape in zip(types, shapes)]
+        outputs, inputs = tuple(shown[len(op.inputs) :]), tuple(shown[: len(op.inputs)])
+        return replace(op, node=replace(op.node, outputs=outputs), inputs=inputs)
+
+    for i in (i for i, t in enumerate(types) if 0 not in (t.shape or ())):  # but what a kernel leaves empty
+        yield show([None if i == j else t.shape for j, t in enumerate(types)])
+    places = [(i, d) for i, t in enumerate(types) for d in range(len(t.shape or ()))]
+    size = {(i, d): (types[i].shape or ())[d] for i, d in places}
+    seen = set()
+    for at in places:
+        equal = frozenset(p for p in places if size[p] == size[at])
+        for hidden in (frozenset({at}), equal, frozenset(places) - equal):
+            if hidden not in seen:
+                seen.add(hidden)
+                yield show(
+                    [
+                        tuple(None if (i, d) in hidden else n for d, n in enumerate(t.shape or ()))
+                        for i, t in enumerate(types)
+                    ]
+                )
 
 
 def cut_array(array: np.ndarray, placement: Placement, parts: int, draw: np.random.Generator) -> list[np.ndarray]:
@@ -167,6 +196,7 @@ def run_strategy(case: Case, rule: LineRule, op: OpView, inputs: Sequence[np.nda
         mine = [local.consts.get(i, o[at]) for i, o in enumerate(operands)]
         for added in (local.added, local.moved):
             mine = [x + added[i] if i in added else x for i, x in enumerate(mine)]
+        mine = [np.minimum(x, local.at_most[i]) if i in local.at_most else x for i, x in enumerate(mine)]
         window, inside = local.window, np.ones(0, bool)
         if window is not None:
             mine[window.indices], inside = window.to_local(mine[window.indices])
@@ -183,6 +213,8 @@ def run_strategy(case: Case, rule: LineRule, op: OpView, inputs: Sequence[np.nda
             outs = [window.zero_outside(outs[0], inside), *outs[1:]]
         if local.divide_by is not None:
             outs = [outs[0] / local.divide_by, *outs[1:]]
+        if local.plus is not None:
+            outs = [outs[0] + local.plus, *outs[1:]]
         results.append([o if k is None else k for o, k in zip(outs, known)])
     for j, placement in enumerate(strategy.outputs):
         if isinstance(placement, Replicate) and not all(agree(r[j], results[0][j]) for r in results):
@@ -200,7 +232,7 @@ def _form(rule: LineRule, op: OpView, strategy: Strategy, coordinate: int) -> tu
     """What a coordinate runs, but for values."""
     known, local = find_known_outputs(op, strategy, coordinate), rule.local_op(op, strategy, coordinate)
     window = replace(local.window, offset=0) if local.window is not None else None
-    operands = [tuple(side) for side in (local.attrs, local.consts, local.added, local.moved)]
+    operands = [tuple(side) for side in (local.attrs, local.consts, local.added, local.moved, local.at_most)]
     return tuple(k is None for k in known), local.op, local.blocks, *operands, window, local.divide_by
 
 
@@ -265,31 +297,42 @@ def prove(case: Case, evaluate: Evaluate, *, missing: bool = True) -> Proof:
     allowed: set[tuple[str, ...]] = set()
     for parts in (2, 3):
         op = view_of(case, inputs, whole, parts)
-        try:
-            proposals = [] if rule.write_line(op) == FIRST_RANK else _proposals(rule, op)
-        except RuleError as error:
-            return Proof(
-                str(case), 0, (Finding("wrong", str(case), rule.write_line(op), " ".join(str(error).split())),)
-            )
-        for strategy in proposals:
-            if parts == 2:
-                allowed.add(_kinds(strategy.inputs))
-            count += 1
+        run = set()
+        for view in (op, *(views_that_know_less(op) if parts == 2 else ())):
+            known = "" if view is op else f" of {' '.join(map(str, (*view.inputs, *view.outputs)))}"
+            line = rule.write_line(view)
             try:
-                got = run_strategy(case, rule, op, inputs, strategy, evaluate, np.random.default_rng(1))
-                bad = [j for j, (g, w) in enumerate(zip(got, whole)) if not agree(g, w)]
-            except Exception as error:  # whatever a kernel raises makes the strategy wrong
-                findings.append(
-                    Finding("wrong", str(case), str(strategy), f"{type(error).__name__}: {str(error)[:90]}")
-                )
+                proposals = [] if line == FIRST_RANK else _proposals(rule, view)
+            except RuleError as error:
+                findings.append(Finding("wrong", str(case), line + known, " ".join(str(error).split())))
                 continue
-            if bad:
-                findings.append(Finding("wrong", str(case), str(strategy), f"outputs {bad} differ"))
+            if view is op and parts == 2:
+                allowed.update(_kinds(strategy.inputs) for strategy in proposals)
+            for strategy in proposals:
+                edits = (str(strategy), _edits(rule, view, strategy))
+                if edits in run:
+                    continue
+                run.add(edits)
+                count += 1
+                try:
+                    got = run_strategy(case, rule, view, inputs, strategy, evaluate, np.random.default_rng(1))
+                    bad = [j for j, (g, w) in enumerate(zip(got, whole)) if not agree(g, w)]
+                    detail = f"outputs {bad} differ" if bad else ""
+                except Exception as error:  # whatever a kernel raises makes the strategy wrong
+                    detail = f"{type(error).__name__}: {str(error)[:90]}"
+                if detail:
+                    findings.append(Finding("wrong", str(case), str(strategy) + known, detail))
     if missing and case.search:
         op = view_of(case, inputs, whole, 2)
         line = rule.write_line(op)
         findings += _find_missing(case, evaluate, allowed, parse(line) if line != FIRST_RANK else None)
     return Proof(str(case), count, tuple(findings))
+
+
+def _edits(rule: LineRule, op: OpView, strategy: Strategy) -> str:
+    """What the coordinates run in place of the op, in words."""
+    each = [(find_known_outputs(op, strategy, at), rule.local_op(op, strategy, at)) for at in range(op.parts)]
+    return repr(each)
 
 
 def _kinds(placements: Sequence[Placement]) -> tuple[str, ...]:

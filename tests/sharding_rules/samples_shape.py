@@ -45,6 +45,7 @@ SHAPES = [
 SLICES = [
     case("Slice", F(8, 5), K([0, 1]), K([8, 3])), case("Slice", F(8, 5), K([0, 1]), K([-1, 3])),
     case("Slice", F(8, 5), D([0, 1], "int32"), D([8, 3], "int32")),
+    case("Slice", F(8, 5), D([2, 0], "int32"), D([4, -1], "int32")),
     case("Slice", F(8, 5), K([2, 0]), K([4, 5])),
     case("StridedSlice", F(8, 5), K([0, 1]), K([8, 3]), K([1, 1])),
     case("StridedSlice", F(8, 5), K([0, 1]), K([0, 3]), K([1, 1]), begin_mask=1, end_mask=1),

@@ -344,6 +344,11 @@ class _RankPartitioner:
                 t = self._find_local_type(self.program.find_type(ref), placement)
                 both = (found, e.const(f"{operand}/offset", edit.moved[i]))
                 found = e.add(operand, "AddV2", both, {"T": DType(t.dtype)}, (t,))
+            if i in edit.at_most:
+                operand = f"{name}/{e.prefix}_at_most_{i}"
+                both = (found, e.const(f"{operand}/limit", edit.at_most[i]))
+                t = self.program.find_type(ref)
+                found = e.add(operand, "Minimum", both, {"T": DType(t.dtype)}, (t,))
             inputs.append(found)
         inside = None
         if edit.window is not None:

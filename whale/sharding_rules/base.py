@@ -187,6 +187,7 @@ class Local:
       added: operand number -> value added to the operand, such as the number of the rank's random stream to a seed.
       seeds: attribute -> value added to the attribute, for seeds that are attributes.
       moved: operand number -> offset added to the operand, so that indices count from the rank's first position.
+      at_most: operand number -> the largest values of its elements, such as the rank's size in place of the whole size.
       window: which indices into a sharded dimension the rank holds; None: no operand has such indices.
       route: how ids, and the values of ids, are sent to the ranks that hold their rows; None: nothing is sent.
     """
@@ -200,6 +201,7 @@ class Local:
     added: Mapping[int, np.ndarray] = field(default_factory=dict)
     seeds: Mapping[str, int] = field(default_factory=dict)
     moved: Mapping[int, np.ndarray] = field(default_factory=dict)
+    at_most: Mapping[int, np.ndarray] = field(default_factory=dict)
     window: Window | None = None
     route: Route | None = None
 

@@ -275,6 +275,23 @@ def _can_be(partial: Placement, dtype: str) -> bool:
     return not (dtype.startswith("complex") and partial.op in ("max", "min"))
 
 
+# Kernels that fail, or leave results unwritten, where an operand has no elements. A rank with an empty share gets
+# constants in place of what they make (`empty.py`), unless their sizes are unknown until the run.
+_NEED_ELEMENTS = frozenset(
+    "BandedTriangularSolve Bincount BlockLSTMGrad Conv Conv2D Conv2DBackpropFilter Conv2DBackpropFilterV2 "
+    "Conv2DBackpropInput Conv2DBackpropInputV2 Conv3D Conv3DBackpropFilter Conv3DBackpropFilterV2 Conv3DBackpropInput "
+    "Conv3DBackpropInputV2 DenseBincount DepthwiseConv2dNative DepthwiseConv2dNativeBackpropFilter "
+    "DepthwiseConv2dNativeBackpropInput GatherNd LSTMBlockCell MaxPoolWithArgmax MirrorPad MirrorPadGrad ResizeArea "
+    "ResizeBicubic ResizeBilinear ResizeNearestNeighbor Reverse ScaleAndTranslate ScatterNd ScatterNdNonAliasingAdd "
+    "SparseSegmentSumGrad TensorScatterAdd TensorScatterMax TensorScatterMin TensorScatterSub TensorScatterUpdate "
+    "UnravelIndex".split()
+)
+
+
+def _has_empty_share(placement: Placement) -> bool:
+    return isinstance(placement, Shard) and placement.smallest == 0
+
+
 @lru_cache(maxsize=65536)
 def _list_strategies(
     rule: LineRule,
@@ -302,6 +319,8 @@ def _list_strategies(
     found = [s for s in found if all(_can_be(p, t.dtype) for p, t in zip(s.inputs + s.outputs, types))]
     parsed = parse(line)
     found = [s for s in found if can_localize(parsed, inputs, outputs, s)]
+    if rule.op in _NEED_ELEMENTS and not all(t.is_static for t in outputs):
+        found = [s for s in found if not any(map(_has_empty_share, s.inputs + s.outputs))]
     found.append(Strategy((B,) * len(inputs), (B,) * len(outputs), "replicated"))
     return tuple(found)
 
@@ -349,7 +368,8 @@ def can_localize(
 ) -> bool:
     """Returns True if all operands with roles can be replaced by local constants under ``strategy``.
 
-    For a sharded tensor, the sizes of its other dimensions must be known; with the role ``[shape]`` one may be unknown.
+    For a sharded tensor, the sizes of its other dimensions must be known; with the role ``[shape]`` one may be unknown,
+    which follows from the number of elements if no share is empty.
     """
     for term in list_operand_terms(line, len(inputs)):
         if term.kind != "role" or term.role == "elements":
@@ -359,7 +379,7 @@ def can_localize(
             continue
         shape = _find_subject(term.role, inputs, outputs).shape
         unknown = 0 if shape is None else sum(s is None for i, s in enumerate(shape) if i != placement.dim)
-        if shape is None or unknown > (1 if term.role == "shape" else 0):
+        if shape is None or unknown > (1 if term.role == "shape" and placement.smallest else 0):
             return False
     return True
 

@@ -358,3 +358,29 @@ def test_an_exchange_whose_result_one_rank_does_not_need_is_carried_out(ranks: C
     ranks(2, **{"memory.zero": 1, "memory.zero_min_bytes": 0})
     for a, b in zip(train(wh.function), wanted, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-12)
+
+
+def test_rows_are_taken_where_columns_are_split_and_only_the_run_knows_how_many(ranks: Callable[..., None]) -> None:
+    """Takes as many rows of a product, divided by columns, as there are different ids: three of six, then two."""
+
+    def train(function: Any, scope: Callable[[], Any]) -> list[np.ndarray]:
+        weight = tf.Variable(np.random.default_rng(0).standard_normal((3, 4)))
+
+        @function
+        def step(x: tf.Tensor, ids: tf.Tensor) -> tf.Tensor:
+            count = tf.size(tf.unique(ids)[0])
+            with tf.GradientTape() as tape:
+                with scope():
+                    y = x @ weight
+                    loss = tf.reduce_sum(tf.slice(y, [0, 0], tf.stack([count, 4])) ** 2)
+            weight.assign_sub(0.05 * tape.gradient(loss, weight))
+            return loss
+
+        x = tf.constant(np.random.default_rng(1).standard_normal((6, 3)))
+        losses = [step(x, tf.constant(ids)) for ids in ([4, 4, 2, 2, 1, 4], [3, 3, 3, 3, 2, 2])]
+        return [*(loss.numpy() for loss in losses), tf.convert_to_tensor(weight).numpy()]
+
+    wanted = train(tf.function, contextlib.nullcontext)
+    ranks(2)
+    for a, b in zip(train(wh.function, lambda: wh.split(dim=-1)), wanted, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-12)

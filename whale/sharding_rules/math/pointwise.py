@@ -20,8 +20,11 @@ def select(op: OpView) -> str:
 
     The condition is a scalar, a vector over dimension 0, or as large as the other operands.
     """
-    condition, then = op.inputs[0].shape, op.inputs[1].shape
-    if condition is None or then is None or len(condition) == len(then):
+    condition = op.inputs[0].shape
+    like = next((t.shape for t in (*op.inputs[1:], *op.outputs) if t.shape is not None), None)
+    if condition is None or like is None:
+        return REPLICATED
+    if len(condition) == len(like):
         return "*, *, * -> *"
     return "., *, * -> *" if len(condition) == 0 else "b, b *, b * -> b *"
 

@@ -207,7 +207,7 @@ def _write_spatial_dims(
     if None in kernel.shape[:count] or len(steps) != count:
         return before, after
     reach = [(size - 1) * gap + 1 for size, gap in zip(kernel.shape, apart)]  # type: ignore[operator]
-    if count == 2 and op.attr("padding") == "SAME":
+    if count == 2 and op.attr("padding") == "SAME" and None not in image.shape[first : first + count]:
         reach = [min(size, step) for size, step in zip(reach, steps)]  # a halo supplies what windows read beyond
     for i, found in enumerate(write_windows(image.shape[first : first + count], reach, steps)):
         if found is not None:

@@ -103,24 +103,24 @@ def _write_addressed_terms(op: OpView, flag: str = "") -> tuple[str, str] | None
         return None
     known = all(t.is_static for t in (*op.inputs, *op.outputs))
     addressed = [f"v{n}{flag if known else '^'}" for n in range(depth)]
-    if not _is_within_blocks(op):
+    blocks = _find_block_sizes(op)
+    if blocks is None:
         return " ".join([*addressed, "q*"]), ""
-    table, rows = (write_runs(n, "b", inner=True) for n in _find_block_sizes(op))
+    table, rows = (write_runs(n, "b", inner=True) for n in blocks)
     return " ".join([table, *addressed[1:], "q*"]), f"{rows} "
 
 
-def _is_within_blocks(op: OpView) -> bool:
-    """Returns True if the node's indices are known to stay within blocks (``Marks.blocks``), at least one block for
-    each rank.
+def _find_block_sizes(op: OpView) -> tuple[int, int] | None:
+    """Returns (positions of the table, rows of the indices) of each block.
+
+    The result is None if the node's indices are not known to stay within blocks (``Marks.blocks``), at least one block
+    for each rank, or if the blocks' sizes are unknown.
     """
-    return op.marks.blocks >= op.parts > 1
-
-
-def _find_block_sizes(op: OpView) -> tuple[int, int]:
-    """Returns (positions of the table, rows of the indices) of each block."""
     table, indices = (op.outputs[0], op.inputs[0]) if op.node.op == "ScatterNd" else op.inputs[:2]
-    blocks = op.marks.blocks
-    return (table.shape or (0,))[0] // blocks, (indices.shape or (0,))[0] // blocks  # type: ignore[operator]
+    sizes = [t.shape[0] for t in (table, indices) if t.shape and t.shape[0] is not None]
+    if not op.marks.blocks >= op.parts > 1 or len(sizes) < 2:
+        return None
+    return sizes[0] // op.marks.blocks, sizes[1] // op.marks.blocks
 
 
 def _restrict_indices(op: OpView, strategy: Strategy, coordinate: int) -> Local:
@@ -134,8 +134,9 @@ def _restrict_indices(op: OpView, strategy: Strategy, coordinate: int) -> Local:
     if not isinstance(cut, Shard) or depth is None or cut.dim >= depth:
         return Local(blocks=apart) if apart is not None else UNCHANGED
     offset, count = cut.offset(coordinate), cut.local_size(coordinate)
-    if isinstance(strategy.inputs[indices], Shard):
-        positions, each = _find_block_sizes(op)
+    blocks = _find_block_sizes(op)
+    if isinstance(strategy.inputs[indices], Shard) and blocks is not None:
+        positions, each = blocks
         own = cut.list_indices(coordinate)[::positions] // positions
         moved = np.repeat((np.arange(len(own)) - own) * positions, each)
         first = np.zeros((len(moved),) + (1,) * (len(op.inputs[indices].shape or ()) - 2) + (depth,))

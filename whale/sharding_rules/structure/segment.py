@@ -12,21 +12,35 @@ from whale.ir.layout import Shard
 from whale.ir.values import find_numpy_dtype
 from whale.sharding_rules.base import UNCHANGED, Local, OpView, Strategy, Window, write_runs
 from whale.sharding_rules.embedding import SUMS_BY_ID, Rows
+from whale.sharding_rules.notation import REPLICATED
 from whale.sharding_rules.registry import rule
 
 
 def bincount(op: OpView) -> str:
     """Writes the sharding rule of Bincount, from whether there are weights."""
-    weights = op.inputs[2].shape
-    return "i*+, ., i*+ -> n^" if weights == op.inputs[0].shape else "i*+, ., . -> n^"
+    weighted = _has_weights(op)
+    if weighted is None:
+        return REPLICATED
+    return f"i*+, ., {'i*+' if weighted else '.'} -> n^"
+
+
+def _has_weights(op: OpView) -> bool | None:
+    """Returns True if each counted number has a weight (operand 2); False if all weigh 1, with no weights at all; None
+    if sizes do not tell.
+    """
+    shape, weights = op.inputs[0].shape, op.inputs[2].shape
+    if weights is not None and 0 in weights:
+        return False
+    return True if op.inputs[0].is_static and weights == shape else None
 
 
 def dense_bincount(op: OpView) -> str:
     """Writes the sharding rule of DenseBincount, from the rank and from whether there are weights."""
-    shape, weights = op.inputs[0].shape, op.inputs[2].shape
-    lead = "b " if shape is not None and len(shape) == 2 else ""
-    rows = f"{lead}i{'^' if shape is None else '+'}"
-    return f"{rows}, ., {rows if weights == shape else '.'} -> {lead}n^"
+    shape, weighted = op.inputs[0].shape, _has_weights(op)
+    if shape is None or weighted is None:
+        return REPLICATED
+    lead = "b " if len(shape) == 2 else ""
+    return f"{lead}i+, ., {f'{lead}i+' if weighted else '.'} -> {lead}n^"
 
 
 def _find_count_reduction(op: OpView) -> str:
@@ -40,7 +54,7 @@ def _find_linear_weights(op: OpView) -> str | None:
     """Returns ``lin`` of a count: partial sums pass the weights (operand 2), if there are any that are added up; else
     None.
     """
-    return "2" if op.inputs[2].shape == op.inputs[0].shape and not op.attr("binary_output", False) else None
+    return "2" if _has_weights(op) and not op.attr("binary_output", False) else None
 
 
 def _restrict_segments(op: OpView, strategy: Strategy, coordinate: int) -> Local:

@@ -102,19 +102,21 @@ def _set_local_slice_bounds(op: OpView, strategy: Strategy, coordinate: int) -> 
     placement, begin, size = strategy.inputs[0], read_constant(op, 1), read_constant(op, 2)
     if not isinstance(placement, Shard):
         return UNCHANGED
-    if size is None:
-        size = [-1 if n is None else n for n in op.outputs[0].shape or ()]
-    size[placement.dim] = -1 if size[placement.dim] == -1 else placement.local_size(coordinate)
-    consts = {2: np.array(size, find_numpy_dtype(op.inputs[2].dtype))}
-    whole = (op.inputs[0].shape or ())[placement.dim]
-    kept = (op.outputs[0].shape or ())[placement.dim]
-    if begin is not None and kept is not None and not is_same_size(kept, whole):
-        run = _run(begin[placement.dim], kept, whole)
-        assert run is not None, op.node.name
-        begin[placement.dim], end = run.local(placement, coordinate)
-        size[placement.dim] = end - begin[placement.dim]
-        bounds = enumerate((begin, size), start=1)
-        consts = {i: np.array(value, find_numpy_dtype(op.inputs[i].dtype)) for i, value in bounds}
+    dtype = find_numpy_dtype(op.inputs[2].dtype)
+    if begin is None or size is None:
+        # The rule takes the dimension whole then. Of the others only the run knows how much is taken.
+        limit = np.full(len(op.inputs[0].shape or ()), np.iinfo(dtype).max, dtype)
+        limit[placement.dim] = placement.local_size(coordinate)
+        return Local(at_most={2: limit})
+    first, kept, whole = begin[placement.dim], size[placement.dim], (op.inputs[0].shape or ())[placement.dim]
+    if first == 0 and (kept == -1 or is_same_size(kept, whole)):
+        size[placement.dim] = -1 if kept == -1 else placement.local_size(coordinate)
+        return Local(consts={2: np.array(size, dtype)})
+    run = _run(first, whole - first if kept == -1 and whole is not None else kept, whole)
+    assert run is not None, op.node.name
+    begin[placement.dim], end = run.local(placement, coordinate)
+    size[placement.dim] = end - begin[placement.dim]
+    consts = {1: np.array(begin, find_numpy_dtype(op.inputs[1].dtype)), 2: np.array(size, dtype)}
     return Local(consts=consts)
 
 
