@@ -191,5 +191,10 @@ def cannot_be_sent(needed: NeededWhole) -> PlanError:
         given=needed.given,
         notation=LEGEND,
         expected="operands that every rank has",
-        action="compute the value outside of the step, or move the operation out of the `with wh.split():` it is in",
+        action="compute the value outside of the step, or "
+        + (
+            "move the operation out of the `with wh.split():` it is in"
+            if "split" in needed.reader.scope
+            else "keep variables whole, if memory.zero or a scope divides them (memory.zero=0)"
+        ),
     )
