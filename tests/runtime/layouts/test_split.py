@@ -384,3 +384,36 @@ def test_rows_are_taken_where_columns_are_split_and_only_the_run_knows_how_many(
     ranks(2)
     for a, b in zip(train(wh.function, lambda: wh.split(dim=-1)), wanted, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-12)
+
+
+def test_the_loss_of_masked_rows_is_computed_where_their_classes_lie(ranks: Callable[..., None]) -> None:
+    """Classifies rows that a mask takes out, as masked language models do: no rank has all of the logits."""
+    draw = np.random.default_rng(0)
+    batches = [(draw.standard_normal((10, 6)), draw.integers(0, 40_000, 10), draw.random(10) < 0.5) for _ in range(2)]
+
+    def train(function: Any, scope: Callable[[], Any]) -> tuple[list[np.ndarray], Any]:
+        generator = np.random.default_rng(1)
+        weights = [tf.Variable(generator.standard_normal(shape)) for shape in ((6, 8), (8, 40_000))]
+
+        @function
+        def step(x: tf.Tensor, labels: tf.Tensor, mask: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+            with tf.GradientTape() as tape:
+                h, labels = tf.boolean_mask(tf.tanh(x @ weights[0]), mask), tf.boolean_mask(labels, mask)
+                with scope():
+                    logits = h @ weights[1]
+                    loss = tf.reduce_mean(tf.nn.sparse_softmax_cross_entropy_with_logits(labels, logits))
+                    likeliest = tf.argmax(logits, -1)
+            for weight, slope in zip(weights, tape.gradient(loss, weights)):
+                weight.assign_sub(0.1 * slope)
+            return loss, likeliest
+
+        found = [part.numpy() for batch in batches for part in step(*map(tf.constant, batch))]
+        return [*found, *(tf.convert_to_tensor(weight).numpy() for weight in weights)], step
+
+    wanted, _ = train(tf.function, contextlib.nullcontext)
+    ranks(2)
+    found, step = train(wh.function, wh.split)
+    for a, b in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-13)
+    moved = step.plan(*map(tf.constant, batches[0])).reshards
+    assert any("SoftmaxCrossEntropy" in r.ref.node for r in moved) and all(r.bytes < 40_000 for r in moved), moved

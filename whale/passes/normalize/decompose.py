@@ -16,7 +16,7 @@ import numpy as np
 from whale.errors import REPORT_FAULT, ProgramError
 from whale.ir.ops import BATCH_NORM_GRADIENTS, BATCH_NORMS
 from whale.ir.program import Node, Program, Ref, remove_unread, sort_nodes
-from whale.ir.values import DType, TensorType, require_static_shape
+from whale.ir.values import DType, TensorType
 from whale.passes.normalize.emitter import NodeEmitter
 from whale.passes.normalize.sync_batch_norm import sync_batch_norm
 from whale.passes.normalize.vocab_parallel_softmax import is_softmax, softmax
@@ -33,7 +33,7 @@ def has_split_form(program: Program, node: Node) -> bool:
     """Returns True if ``decompose`` can rewrite the softmax, loss or arg max ``node`` so that the dimension it reduces
     can be sharded.
     """
-    return is_softmax(node) or _is_arg_extremum(program, node)
+    return is_softmax(program, node) or _is_arg_extremum(program, node)
 
 
 def decompose(program: Program, predicate: Callable[[Node], bool] = lambda node: True) -> Program:
@@ -58,6 +58,7 @@ def _decompose_graph(program: Program, predicate: Callable[[Node], bool]) -> Pro
     moved: dict[Ref, Ref] = {}
     nodes: dict[str, Node] = {}
     for node in program.nodes:
+        write = softmax if is_softmax(program, node) else _arg_extremum
         if node.op in BATCH_NORM_GRADIENTS:
             _check_pair(program, node, chosen)
         inputs = tuple([moved.get(r, r) for r in node.inputs])
@@ -67,7 +68,6 @@ def _decompose_graph(program: Program, predicate: Callable[[Node], bool]) -> Pro
             nodes[node.name] = node
             continue
         if not is_composite(node):
-            write = softmax if is_softmax(node) else _arg_extremum
             results = write(NodeEmitter(program, node, nodes, taken))
         else:
             results = sync_batch_norm(program, node, nodes, taken)
@@ -102,14 +102,17 @@ def _check_pair(program: Program, gradient: Node, chosen: set[str]) -> None:
 
 
 def _is_arg_extremum(program: Program, node: Node) -> bool:
-    """Returns True if the node is an ArgMax or ArgMin that ``_arg_extremum`` can decompose: shape and dimension are
-    known.
+    """Returns True if the node is an ArgMax or ArgMin that ``_arg_extremum`` can decompose: the dimension and its size
+    are known.
     """
     if node.op not in ("ArgMax", "ArgMin"):
         return False
     kind = program.find_type(node.inputs[0])
-    floating = kind.dtype in ("float16", "bfloat16", "float32", "float64", "int32", "int64")
-    return floating and kind.is_static and bool(kind.shape) and program.const(node.inputs[1]) is not None
+    at = program.const(node.inputs[1])
+    if kind.dtype not in ("float16", "bfloat16", "float32", "float64", "int32", "int64") or at is None:
+        return False
+    shape = kind.shape or ()
+    return bool(shape) and shape[int(np.asarray(at).reshape(())) % len(shape)] is not None
 
 
 def _arg_extremum(emit: NodeEmitter) -> list[Ref]:
@@ -117,15 +120,17 @@ def _arg_extremum(emit: NodeEmitter) -> list[Ref]:
     a list.
     """
     node, x = emit.node, emit.node.inputs[0]
-    shape = require_static_shape(emit.type_of(x))
+    shape = emit.type_of(x).shape or ()
     at = int(np.asarray(emit.program.const(node.inputs[1])).reshape(())) % len(shape)
+    count = shape[at]
+    assert count is not None, node.name
     index = node.outputs[0].dtype
     largest = emit.reduce_over("whale_max", "Max" if node.op == "ArgMax" else "Min", x, (at,), keep=True)
     attrs = {"T": DType(emit.dtype), "incompatible_shape_error": True}
     hit = emit.node_of("hit", "Equal", (x, largest), TensorType("bool", shape), attrs)
     wide = tuple(n if d == at else 1 for d, n in enumerate(shape))
-    numbers = emit.const("numbers", np.arange(shape[at], dtype=index).reshape(wide))
-    size = emit.const("size", np.array(shape[at], index))
+    numbers = emit.const("numbers", np.arange(count, dtype=index).reshape(wide))
+    size = emit.const("size", np.array(count, index))
     emit.dtype = index
     found = emit.add("candidates", "SelectV2", (hit, numbers, size), shape)
     first = emit.reduce_over("first", "Min", found, (at,), keep=False)

@@ -8,7 +8,7 @@ import numpy as np
 
 from whale.ir.marks import NO_MARKS, Marks
 from whale.ir.program import Node, Program, Ref
-from whale.ir.values import Dims, DType, Tensor, TensorType, find_numpy_dtype, require_static_shape
+from whale.ir.values import Dims, DType, Tensor, TensorType, find_numpy_dtype
 
 
 class NodeEmitter:
@@ -74,8 +74,9 @@ class NodeEmitter:
         """Adds an elementwise op of two operands; the result has the shape that they broadcast to."""
         x, y = self.type_of(a), self.type_of(b)
         shape: Dims
-        if x.shape is None or y.shape is None or len(x.shape) == len(y.shape):
-            shape = tuple(max(m, n) for m, n in zip(require_static_shape(x), require_static_shape(y)))
+        assert x.shape is not None and y.shape is not None, (a, b)
+        if len(x.shape) == len(y.shape):
+            shape = tuple(n if m == 1 or (m is None and n != 1) else m for m, n in zip(x.shape, y.shape))
         else:
             shape = max(x.shape, y.shape, key=len)
         return self.add(suffix, op, (a, b), shape)
@@ -90,7 +91,8 @@ class NodeEmitter:
 
     def reduce_over(self, suffix: str, op: str, source: Ref, axes: tuple[int, ...], keep: bool) -> Ref:
         """Adds the reduction ``op`` ("Sum", "Max", ..) over dimensions ``axes``; with ``keep`` they stay as size 1."""
-        dims = require_static_shape(self.type_of(source))
+        dims = self.type_of(source).shape
+        assert dims is not None, source
         shape = tuple(1 if i in axes else d for i, d in enumerate(dims) if keep or i not in axes)
         numbers = self.const(f"{suffix}/axes", np.array(axes, np.int32))
         return self.add(suffix, op, (source, numbers), shape, Tidx=DType("int32"), keep_dims=keep)

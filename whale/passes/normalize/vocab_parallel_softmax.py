@@ -10,19 +10,26 @@ from __future__ import annotations
 import numpy as np
 
 from whale.ir.ops import SOFTMAXES
-from whale.ir.program import Node, Ref
-from whale.ir.values import DType, TensorType, require_static_shape
+from whale.ir.program import Node, Program, Ref
+from whale.ir.values import Dims, DType, TensorType
 from whale.passes.normalize.emitter import NodeEmitter
 
 _SPARSE = "SparseSoftmaxCrossEntropyWithLogits"
 _DENSE = "SoftmaxCrossEntropyWithLogits"
 
 
-def is_softmax(node: Node) -> bool:
-    """Returns True if the node is a softmax, log-softmax or softmax cross-entropy of static shape, which ``softmax``
-    can decompose.
+def is_softmax(program: Program, node: Node) -> bool:
+    """Returns True if the node is a softmax, log-softmax or softmax cross-entropy of a known number of classes, which
+    ``softmax`` can decompose.
+
+    Of dense labels all sizes have to be known, since they may broadcast with the logits.
     """
-    return (node.op in SOFTMAXES or node.op in (_SPARSE, _DENSE)) and all(t.is_static for t in node.outputs)
+    if node.op == _DENSE:
+        return all(t.is_static for t in (*node.outputs, *map(program.find_type, node.inputs)))
+    if node.op not in SOFTMAXES and node.op != _SPARSE:
+        return False
+    logits = program.find_type(node.inputs[0]).shape
+    return bool(logits) and (logits or ())[-1] is not None
 
 
 def softmax(emit: NodeEmitter) -> list[Ref]:
@@ -34,9 +41,10 @@ def softmax(emit: NodeEmitter) -> list[Ref]:
     if kind in ("float16", "bfloat16"):
         emit.dtype = "float32"
     x = emit.cast("logits", node.inputs[0], emit.dtype)
-    shape = require_static_shape(node.outputs[-1])
-    if require_static_shape(emit.type_of(x)) != shape:
-        x = emit.add("spread_logits", "BroadcastTo", (x, _ints(emit, "shape", shape)), shape, Tidx=DType("int32"))
+    shape = (node.outputs[-1] if node.op == _DENSE else emit.type_of(x)).shape or ()
+    if emit.type_of(x).shape != shape:
+        sizes = emit.const("shape", np.array(shape, np.int32))
+        x = emit.add("spread_logits", "BroadcastTo", (x, sizes), shape, Tidx=DType("int32"))
     z = emit.binary("shifted", "Sub", x, _reduce_over_classes(emit, "whale_max", "Max", x))
     e = emit.add("exp", "Exp", (z,), shape)
     s = _reduce_over_classes(emit, "sum", "Sum", e)
@@ -50,7 +58,7 @@ def softmax(emit: NodeEmitter) -> list[Ref]:
     return [emit.cast("loss", loss, kind), emit.cast("gradient", gradient, kind)]
 
 
-def _sparse(emit: NodeEmitter, z: Ref, log: Ref, p: Ref, shape: tuple[int, ...]) -> tuple[Ref, Ref]:
+def _sparse(emit: NodeEmitter, z: Ref, log: Ref, p: Ref, shape: Dims) -> tuple[Ref, Ref]:
     """Computes loss and gradient for integer labels; for a label that is no class the loss is NaN, as on a GPU.
 
     Args:
@@ -61,7 +69,9 @@ def _sparse(emit: NodeEmitter, z: Ref, log: Ref, p: Ref, shape: tuple[int, ...])
     """
     labels = emit.node.inputs[1]
     kind = emit.type_of(labels).dtype
-    depth = emit.const("classes", np.array(shape[-1], np.int32))
+    classes = shape[-1]
+    assert classes is not None, emit.node.name
+    depth = emit.const("classes", np.array(classes, np.int32))
     flags = [emit.const(name, np.array(value)) for name, value in (("on", True), ("off", False))]
     hot = {"TI": DType(kind), "axis": -1}
     is_label = emit.add("is_label", "OneHot", (labels, depth, *flags), shape, "bool", **hot)
@@ -71,14 +81,14 @@ def _sparse(emit: NodeEmitter, z: Ref, log: Ref, p: Ref, shape: tuple[int, ...])
     log = emit.add("log_row", "Squeeze", (log,), shape[:-1], squeeze_dims=(len(shape) - 1,))
     loss = emit.binary("difference", "Sub", log, picked)
     low = _compare(emit, "not_negative", "GreaterEqual", labels, 0)
-    high = _compare(emit, "a_class", "Less", labels, shape[-1])
+    high = _compare(emit, "a_class", "Less", labels, classes)
     valid = emit.node_of("valid", "LogicalAnd", (low, high), TensorType("bool", shape[:-1]), {})
     loss = emit.add("or_nan", "SelectV2", (valid, loss, emit.scalar("nan", np.nan)), shape[:-1])
     one = emit.cast("one_hot", is_label, emit.dtype)
     return loss, emit.binary("slope", "Sub", p, one)
 
 
-def _dense(emit: NodeEmitter, z: Ref, log: Ref, p: Ref, shape: tuple[int, ...]) -> tuple[Ref, Ref]:
+def _dense(emit: NodeEmitter, z: Ref, log: Ref, p: Ref, shape: Dims) -> tuple[Ref, Ref]:
     """Computes loss and gradient for labels that are distributions; a class of probability 0 adds nothing, even with an
     infinite logit.
 
@@ -99,8 +109,4 @@ def _compare(emit: NodeEmitter, name: str, op: str, labels: Ref, bound: int) -> 
 
 
 def _reduce_over_classes(emit: NodeEmitter, name: str, op: str, x: Ref) -> Ref:
-    return emit.reduce_over(name, op, x, (len(require_static_shape(emit.type_of(x))) - 1,), keep=True)
-
-
-def _ints(emit: NodeEmitter, name: str, values: tuple[int, ...]) -> Ref:
-    return emit.const(name, np.array(values, np.int32))
+    return emit.reduce_over(name, op, x, (len(emit.type_of(x).shape or ()) - 1,), keep=True)
