@@ -417,3 +417,28 @@ def test_the_loss_of_masked_rows_is_computed_where_their_classes_lie(ranks: Call
         np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-13)
     moved = step.plan(*map(tf.constant, batches[0])).reshards
     assert any("SoftmaxCrossEntropy" in r.ref.node for r in moved) and all(r.bytes < 40_000 for r in moved), moved
+
+
+def test_loops_over_rows_that_a_mask_takes_out_are_followed_by_weights_that_are_gathered(
+    ranks: Callable[..., None],
+) -> None:
+    """Scans masked rows in front of a weight under ZeRO 3: the loop's list of rows stays whole, as it cannot be sent."""
+
+    def train(function: Any) -> list[np.ndarray]:
+        weight = tf.Variable(np.random.default_rng(0).standard_normal((4, 6)))
+
+        @function
+        def step(x: tf.Tensor) -> tf.Tensor:
+            with tf.GradientTape() as tape:
+                rows = tf.scan(lambda state, row: 0.5 * state + tf.tanh(row), tf.boolean_mask(x, x[:, 0] > 0))
+                loss = tf.reduce_mean((rows @ weight) ** 2)
+            weight.assign_sub(0.1 * tape.gradient(loss, weight))
+            return loss
+
+        x = np.random.default_rng(1).standard_normal((5, 4))
+        return [step(tf.constant(x)).numpy(), step(tf.constant(-x)).numpy(), tf.convert_to_tensor(weight).numpy()]
+
+    wanted = train(tf.function)
+    ranks(2, **{"memory.zero": 3, "memory.zero_min_bytes": 0})
+    for a, b in zip(train(wh.function), wanted, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-12)

@@ -320,14 +320,17 @@ class _Updates:
         """Returns True if every rank would run the node redundantly on whole tensors, and no strategy was chosen for it
         yet.
 
-        Random tensors are left out: of a shard, each rank would draw other numbers than one device.
+        Random tensors are left out: of a shard, each rank would draw other numbers than one device. So are the ends of
+        lists, whose elements lie as loops leave them, and cannot be sent.
         """
         strategy, rule = self.whole.strategies[node.name], find_rule(node.op)
+        lists = (t.dtype == "variant" for t in (*map(self.program.find_type, node.inputs), *node.outputs))
         return (
             node.name not in self.chosen
             and not (rule is not None and rule.local_stream)
             and bool(node.inputs)
             and not node.stateful
             and node.op not in HAS_BODIES
+            and not any(lists)
             and all(isinstance(p, Replicate) for p in strategy.inputs + strategy.outputs)
         )
