@@ -382,3 +382,25 @@ def test_ranks_that_would_wait_for_each_other_around_the_micro_batches_are_refus
 
     with pytest.raises(PlanError, match=r"(?s)different phases of a step.*before its micro-batches"):
         step(tf.ones((8, 8), tf.float64))
+
+
+def test_a_batch_of_one_row_that_a_mask_takes_out_is_divided_into_micro_batches(ranks: Start) -> None:
+    """Masks the rows of a whole batch, then of a last one with a single row, of which one rank has none."""
+
+    def train(function: Any) -> list[np.ndarray]:
+        weight = tf.Variable(np.random.default_rng(0).standard_normal((4, 6)))
+
+        @function
+        def step(x: tf.Tensor) -> tf.Tensor:
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean(tf.boolean_mask(x @ weight, x[:, 0] > -1) ** 2)
+            weight.assign_sub(0.1 * tape.gradient(loss, weight))
+            return loss
+
+        x = tf.constant(np.random.default_rng(1).standard_normal((6, 4)))
+        return [step(x).numpy(), step(tf.abs(x[:1])).numpy(), tf.convert_to_tensor(weight).numpy()]
+
+    wanted = train(tf.function)
+    ranks(2, **{"pipeline.micro_batches": 2})
+    for a, b in zip(train(wh.function), wanted, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-12)

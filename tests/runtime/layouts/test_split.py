@@ -422,7 +422,7 @@ def test_the_loss_of_masked_rows_is_computed_where_their_classes_lie(ranks: Call
 def test_loops_over_rows_that_a_mask_takes_out_are_followed_by_weights_that_are_gathered(
     ranks: Callable[..., None],
 ) -> None:
-    """Scans masked rows in front of a weight under ZeRO 3: the loop's list of rows stays whole, as it cannot be sent."""
+    """Scans masked rows in front of a weight under ZeRO 3: the list of rows stays whole, as it cannot be sent."""
 
     def train(function: Any) -> list[np.ndarray]:
         weight = tf.Variable(np.random.default_rng(0).standard_normal((4, 6)))

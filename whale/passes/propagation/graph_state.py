@@ -130,7 +130,7 @@ class GraphState:
         If a replicated result has a dimension as large as the sharded one that it was computed from, readers find it
         sliced along that dimension. A slice costs nothing and is correct whatever the dimension means. The search goes
         on through later nodes: two halves of the batch that are concatenated again, or rows that a loop stacked, are
-        the batch once more.
+        the batch once more. A batch of a single row is left out, since any dimension of size 1 looks like it.
 
         Args:
           node: the op.
@@ -146,9 +146,9 @@ class GraphState:
                 found[placement] = None
             if type(wanted) is not Shard:
                 found.update(dict.fromkeys(self.origins.get(ref, ())))
-        if not found:
+        splits = tuple(s for s in found if s.extent > 1)[:_MOST_ORIGINS]
+        if not splits:
             return
-        splits = tuple(found)[:_MOST_ORIGINS]
         for ref, out, placement in zip(node.list_refs(), node.outputs, chosen.outputs):
             if type(placement) is Shard:
                 continue
