@@ -27,7 +27,7 @@ from whale.kernels.xla import change_other_graphs
 from whale.passes.elementwise.units import (
     LARGE_BYTES,
     find_accesses,
-    find_received,
+    find_bounds,
     find_units,
     list_predecessors,
     replace_by_operations,
@@ -73,7 +73,7 @@ def _find_operations(program: Program) -> list[list[UpdatePart]]:
     for unit in units:
         part = find_part(program, unit, found)
         if part is not None:
-            key = (unit.level, unit.received, unit.type.dtype, part.does.lines, _find_exchange(program, part.does))
+            key = (unit.level, unit.bounds, unit.type.dtype, part.does.lines, _find_exchange(program, part.does))
             groups.setdefault(key, []).append(part)
     operations = [
         part for parts in groups.values() for part in group_by_bytes(parts, lambda p: p.unit.type.bytes, _GROUP_BYTES)
@@ -117,20 +117,20 @@ def _replace_nodes(program: Program, operations: list[list[UpdatePart]], choices
 def order_in_place_updates(program: Program) -> Program:
     """Makes updates of large variables, in one rank's program, wait for all readers of the old values.
 
-    An update does not wait for readers that depend on its own result.
+    An update does not wait for readers that depend on its own result, on this rank or, as they may, through others.
     """
     large = {v.node for v in program.variables if v.type.bytes >= LARGE_BYTES}
     updates = [n for n in program.nodes if n.op in UPDATES and any(ref.node in large for ref in n.inputs)]
     if not updates:
         return program
-    read = _find_readers(program, large)
+    read, bounds = _find_readers(program, large), find_bounds(program)
     order = _order_updates_late(program, {node.name for node in updates})
     place = {node.name: i for i, node in enumerate(order)}
     nodes = {node.name: node for node in order}
     for node in updates:
         waits = {ref.node for ref in node.inputs}.union(node.controls)
         before = dict.fromkeys(r for ref in node.inputs for r in read.get(ref.node, ()) if r not in waits)
-        ahead = [name for name in before if place[name] < place[node.name]]
+        ahead = [name for name in before if place[name] < place[node.name] and bounds.allow(name, node.name)]
         nodes[node.name] = replace(node, controls=(*node.controls, *ahead))
     return program.replace_nodes(sort_nodes(nodes))
 
@@ -252,21 +252,22 @@ def _fuse_scatters_in_graph(program: Program, choices: Choices) -> Program:
 
 def _find_groups(program: Program) -> list[list[Node]]:
     """Groups the scatters that become one operation: none waits for another, their rows come from the same
-    communication op, they depend on the same receives from other stages, and each updates a different table.
+    communication op, they may wait for the same exchanges, and each updates a different table.
     """
     if program.ops.isdisjoint(_SUBTRACTS):
         return []
     nodes = [node for node in program.nodes if _is_fusable(program, node)]
     if not nodes:
         return []
-    levels, received = _find_levels(program, {node.name for node in nodes}), find_received(program)
+    names = {node.name for node in nodes}
+    levels, bounds = _find_levels(program, names), find_bounds(program).join(program, names)
     turns: dict[tuple[object, ...], int] = {}  # number of scatters of the same table so far
     groups: dict[tuple[object, ...], list[Node]] = {}
     for node in nodes:
         table, ids, rows = node.inputs
         exchange = rows.node if program.by_name[rows.node].op in EXCHANGES else ""
         types = program.find_type(ids).dtype, program.find_type(rows).dtype
-        key = (levels[node.name], received.get(node.name, 0), node.op, exchange, node.scope, *types)
+        key = (levels[node.name], bounds.get(node.name, 0), node.op, exchange, node.scope, *types)
         met = (table, *key)
         turns[met] = turn = turns.get(met, -1) + 1
         groups.setdefault((turn, *key), []).append(node)

@@ -6,19 +6,20 @@ have levels, which rise where a path leaves a unit, and all nodes of a unit have
 not wait for each other either, so that any of them may run together. Other fusions use the same functions to group and
 replace nodes.
 
-A path may also lead out of a unit by a send to another stage, and back by a receive, which no edge of the rank's own
-program shows. So nodes become one operation only if they depend on the same receives: it then waits for nothing that
-one of them alone would not wait for.
+A path may also lead out of a unit by an exchange, through another rank, and back by another exchange, and no edge of
+the rank's own program shows it: a send and a receive between stages, or collectives to which a rank without rows gives
+only zeros. So each node has bounds, the exchanges that it may wait for (``Bounds``), and nodes become one operation
+only if these are equal: no exchange then waits for another one that it did not wait for before, on any rank.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
-from whale.ir.ops import ASSIGNS, FUSED_UPDATE, IDENTITIES, READS
-from whale.ir.program import COMPILED, Node, Program, Ref, rewire
+from whale.ir.ops import ASSIGNS, EXCHANGES, FUSED_UPDATE, IDENTITIES, MEETINGS, READS
+from whale.ir.program import COMPILED, Node, Program, Ref, iterate_function_refs, rewire
 from whale.ir.values import TensorType, require_static_shape
 from whale.passes.elementwise.code import ADDED_FROM_LEFT, BINARY, DTYPES, UNARY, UNARY_OF_DOUBLES
 
@@ -85,14 +86,14 @@ class Unit:
       nodes: in the program's order.
       level: units of one level do not wait for each other.
       type: dtype and shape of all its tensors but scalars and rows.
-      received: the receives from other stages that its nodes depend on (see ``find_received``). Only units with the
-        same ones may run together.
+      bounds: the exchanges that its nodes may wait for (see ``Bounds``). Only units with the same ones may run
+        together.
     """
 
     nodes: tuple[Node, ...]
     level: int
     type: TensorType
-    received: int = 0
+    bounds: int = 0
 
 
 def find_units(program: Program, found: Accesses) -> list[Unit]:
@@ -108,16 +109,16 @@ def find_units(program: Program, found: Accesses) -> list[Unit]:
                 types[node.name] = TensorType(str(node.attrs["T"]), node.attrs["shapes"][0].dims)
     if not types:
         return []
-    found_levels, received = _find_levels(program, types), find_received(program)
+    found_levels, bounds = _find_levels(program, types), find_bounds(program).join(program, types)
     levels = {name: found_levels.get(name, 0) for name in types}
-    places = {name: (kind, levels[name], received.get(name, 0)) for name, kind in types.items()}
+    places = {name: (kind, levels[name], bounds.get(name, 0)) for name, kind in types.items()}
     top = join_places(program, places, lambda one, other: one[0] is other[0] and one[1:] == other[1:])
     units: dict[str, list[Node]] = {}
     for node in program.nodes:
         if node.name in types:
             units.setdefault(top(node.name), []).append(node)
     return [
-        Unit(tuple(nodes), levels[nodes[0].name], types[nodes[0].name], received.get(nodes[0].name, 0))
+        Unit(tuple(nodes), levels[nodes[0].name], types[nodes[0].name], bounds.get(nodes[0].name, 0))
         for nodes in units.values()
         if any(n.op in ASSIGNS or n.op == FUSED_UPDATE for n in nodes)
     ]
@@ -248,25 +249,89 @@ def _find_levels(program: Program, types: Mapping[str, TensorType]) -> dict[str,
     return levels
 
 
-def find_received(program: Program) -> dict[str, int]:
-    """Returns for each node of a rank's program the bit set of the receives from other stages on which it depends.
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """Holds which exchanges the nodes of a rank's main graph may wait for, so that no ranks wait in a cycle.
 
-    The result is empty if the main graph receives nothing from other stages. Receives of ring attention, of which all
-    ranks of a ring have the same, are not counted.
+    Bounds never shrink along an edge of the graph, nor may they along an edge that a pass adds. Then no exchange waits
+    for more exchanges than before.
+
+    Attributes:
+      own: an exchange -> its bit.
+      of: a node that exchanges wait for -> the bit set of the exchanges that all of them wait for anyway. Other nodes
+        may wait for any exchange.
     """
-    if "WhaleRecv" not in program.ops:
-        return {}
-    found: dict[str, int] = {}
-    bits = 0
-    for node in program.nodes:
+
+    own: Mapping[str, int]
+    of: Mapping[str, int]
+
+    def allow(self, before: str, after: str) -> bool:
+        """Returns True if an edge may be added from one node to another."""
+        most = self.of.get(after)
+        return most is None or (before in self.of and not (self.of[before] | self.own.get(before, 0)) & ~most)
+
+    def join(self, program: Program, joining: Collection[str]) -> dict[str, int]:
+        """Returns bounds for nodes that may become parts of operations; they do only where these are equal.
+
+        A node that no exchange waits for has -1, every exchange, or the bounds of the nodes of ``joining`` that it
+        reads, if exchanges wait for these, so that both may become one operation.
+        """
+        found: dict[str, int] = {}
+        for node in program.nodes if self.own else ():
+            if node.name not in joining:
+                continue
+            bound = self.of.get(node.name)
+            if bound is None:
+                before, bound = list_predecessors(node), -1
+                if any(found.get(name, -1) != -1 for name in before):
+                    bound = 0
+                    for name in before:
+                        bound |= found.get(name, self.of.get(name, -1)) | self.own.get(name, 0)
+            found[node.name] = bound
+        return found
+
+
+def find_bounds(program: Program) -> Bounds:
+    """Finds the bounds of the nodes of the main graph of a rank's program."""
+    exchanging = _find_exchanging(program)
+    waits: dict[str, int] = {}  # the exchanges that a node waits for
+    own: dict[str, int] = {}
+    for node in program.nodes if exchanging else ():
         before = 0
         for name in list_predecessors(node):
-            before |= found.get(name, 0)
-        if node.op == "WhaleRecv" and node.marks.ring_dim is None:
-            before |= 1 << bits
-            bits += 1
-        found[node.name] = before
-    return found if bits else {}
+            before |= waits[name] | own.get(name, 0)
+        waits[node.name] = before
+        if node.name in exchanging:
+            own[node.name] = 1 << len(own)
+    of: dict[str, int] = {}
+    for node in reversed(program.nodes) if exchanging else ():
+        bound = waits[node.name] if node.name in own else of.get(node.name)
+        if bound is not None:
+            of[node.name] = bound
+            for name in list_predecessors(node):
+                of[name] = of.get(name, -1) & bound
+    return Bounds(own, of)
+
+
+def _find_exchanging(program: Program) -> set[str]:
+    """Returns the nodes of the main graph that wait for other ranks, themselves or in a function that they run."""
+    graphs = program.functions
+    known: dict[str, bool] = {}
+
+    def waits(node: Node) -> bool:
+        return (
+            node.op in EXCHANGES
+            or node.op in MEETINGS
+            or any(runs(func.name) for _, func in iterate_function_refs(node))
+        )
+
+    def runs(name: str) -> bool:
+        if name not in known:
+            known[name] = False
+            known[name] = name in graphs and any(waits(node) for node in graphs[name].nodes)
+        return known[name]
+
+    return {node.name for node in program.nodes if waits(node)}
 
 
 def list_predecessors(node: Node) -> Iterable[str]:
