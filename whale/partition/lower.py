@@ -31,9 +31,11 @@ from whale.ir.text import format_program
 from whale.kernels.substitute import substitute_kernels
 from whale.kernels.updates import count_written_together
 from whale.kernels.xla import XlaKernels
+from whale.partition.axis_partitioner import make_prefix
 from whale.partition.mesh import lower_mesh, plan_program
 from whale.partition.pipeline.microbatches import MicrobatchProgram, divide_in_micro_batches, find_own_rows
 from whale.partition.pipeline.stage_groups import lower_stage_groups, plan_stage_groups
+from whale.partition.resharding import find_fused_result, make_reshard_name
 from whale.partition.ring_attention import divide_attention_in_blocks, remove_examples
 from whale.partition.spmd import partition_for_rank
 from whale.passes.analysis.rank_groups import refuse_rank_groups
@@ -44,7 +46,7 @@ from whale.passes.memory.step_bytes import step_bytes_of_ranks
 from whale.passes.normalize.attention_as_one import in_blocks_if_large
 from whale.passes.pass_manager import normalise
 from whale.passes.plan_builder import FirstLayouts, expand
-from whale.passes.resharding.fuse_all_reduces import fuse_sums
+from whale.passes.resharding.fuse_all_reduces import fuse_sums, is_all_reduce, order_sums
 from whale.passes.resharding.horovod import HOROVOD_DTYPES
 from whale.passes.run_passes import Pass, PassObserver, Table, When, program_changes, run_passes
 from whale.passes.settings import PlanSettings
@@ -155,10 +157,39 @@ def _divide_in_micro_batches(made: RankPrograms, c: PartitionContext) -> RankPro
 
 
 def _fuse_sums(made: RankPrograms, c: PartitionContext) -> RankPrograms:
-    keys = [r.key for one in (c.plan, *c.plan.others) for level in iterate_levels(one) for r in level.reshards]
-    order = {key: i for i, key in enumerate(dict.fromkeys(keys))}
+    order = order_sums(made.expanded, _list_sums(made.expanded, (c.plan, *c.plan.others)))
     group_bytes, along = c.settings.exchange.group_bytes, [_list_axis_groups(c.plan, rank) for rank in c.ranks]
     return replace(made, ranks=tuple([fuse_sums(p, group_bytes, order, a) for p, a in zip(made.ranks, along)]))
+
+
+def _list_sums(program: Program, plans: Sequence[Plan]) -> dict[str, Ref]:
+    """Returns the key of each all-reduce of the main graph -> the tensor of ``program`` that it sums, where it is one.
+
+    Args:
+      program: the program that all ranks together run.
+      plans: the plan, and those of other groups of ranks.
+    """
+    tensors: dict[Ref, Ref] = {}  # a tensor in another placement -> the tensor
+    sums: dict[str, Ref] = {}
+    for plan in plans:
+        for level, one in enumerate(iterate_levels(plan)):
+            for r in one.reshards:
+                if r.graph != "":
+                    continue
+                prefix = make_prefix(level)
+                if r.group >= 0:
+                    tensors[find_fused_result(prefix, r, one.place_in_group[r.group, r.key])] = r.ref
+                else:
+                    tensors[Ref(make_reshard_name(prefix, r.ref, r.target))] = r.ref
+                if is_all_reduce(r):
+                    sums[r.key] = r.ref
+    found = {}
+    for key, ref in sums.items():
+        while ref.node not in program.by_name and ref in tensors:
+            ref = tensors[ref]
+        if ref.node in program.by_name:
+            found[key] = ref
+    return found
 
 
 def _give_sums_to_horovod(made: RankPrograms, c: PartitionContext) -> RankPrograms:

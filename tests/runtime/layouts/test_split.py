@@ -442,3 +442,37 @@ def test_loops_over_rows_that_a_mask_takes_out_are_followed_by_weights_that_are_
     ranks(2, **{"memory.zero": 3, "memory.zero_min_bytes": 0})
     for a, b in zip(train(wh.function), wanted, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-12)
+
+
+@pytest.mark.parametrize("shares", one_of(2, [(8, 0), (0, 8), (5, 3)]))
+def test_sums_of_later_gradients_join_no_earlier_ones_where_ranks_have_no_rows(
+    ranks: Callable[..., None], shares: tuple[int, int]
+) -> None:
+    """Trains layer by layer in each step: a rank without rows gives zeros to every sum, and all are ready at once."""
+
+    def train(function: Any, split: Any, replica: Any) -> list[np.ndarray]:
+        draw = np.random.default_rng(0)
+        shared, *weights = (tf.Variable(draw.normal(size=(4, 4))) for _ in range(4))
+
+        @function
+        def step(h: tf.Tensor) -> tf.Tensor:
+            total = tf.constant(0.0, tf.float64)
+            for weight in weights:
+                with tf.GradientTape() as tape:
+                    with split():
+                        hidden = h @ shared
+                    with replica():
+                        loss = tf.reduce_mean((hidden @ weight) ** 2)
+                weight.assign_sub(0.05 * tape.gradient(loss, weight))
+                with replica():
+                    h = tf.tanh(h @ weight)
+                total += loss
+            return total
+
+        losses = [step(tf.constant(draw.normal(size=(8, 4)))).numpy() for _ in range(2)]
+        return [*losses, *(tf.convert_to_tensor(weight).numpy() for weight in weights)]
+
+    wanted = train(tf.function, contextlib.nullcontext, contextlib.nullcontext)
+    ranks(4, mesh=wh.Mesh(tensor=2), **{"batch.shares": shares})
+    for a, b in zip(train(wh.function, wh.split, wh.replica), wanted, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-10)

@@ -16,7 +16,8 @@ p (q - 1) T. ``sums_to_join`` finds such sums in a program's plan, ``join_sums``
 ``fuse_sums`` fuses the all-reduces along earlier axes in a rank's program. The plan of an axis fuses all-reduces along
 this axis only: to the plans of later axes an all-reduce along an earlier one is an ordinary op, and a fused op over
 many tensors, each sharded in another way, would have no rule. In a rank's program the tensors are local, and this does
-not matter.
+not matter. The depth follows from the program that all ranks together run: in that of a rank without rows, a sum to
+which it gives zeros depends on nothing.
 
 Decision: 0076.
 """
@@ -143,8 +144,27 @@ def _depths(program: Program, layout: GraphLayout, reshards: list[Reshard]) -> d
     return result
 
 
-def fuse_sums(program: Program, group_bytes: int, order: Mapping[str, int], axes: Sequence[tuple[int, ...]]) -> Program:
-    """Fuses independent all-reduces over the same ranks in a rank's program, if only updates read them.
+def order_sums(program: Program, sums: Mapping[str, Ref]) -> dict[str, tuple[int, int]]:
+    """Returns the key of each all-reduce that updates read -> its depth, and its place in the order in which those of
+    one depth join.
+
+    Args:
+      program: the program that all ranks together run.
+      sums: key of an all-reduce -> the tensor of ``program`` that it sums.
+    """
+    taken = {ref for ref in dict.fromkeys(sums.values()) if is_taken_by_updates(program, ref)}
+    summed = {ref.node for ref in taken}
+    depth: dict[str, int] = {}
+    for node in program.nodes if taken else ():
+        before = [name for name, _ in node.inputs]
+        depth[node.name] = max((depth[name] + (name in summed) for name in (*before, *node.controls)), default=0)
+    return {key: (depth[ref.node], i) for i, (key, ref) in enumerate(sums.items()) if ref in taken}
+
+
+def fuse_sums(
+    program: Program, group_bytes: int, order: Mapping[str, tuple[int, int]], axes: Sequence[tuple[int, ...]]
+) -> Program:
+    """Fuses independent all-reduces over the same ranks in a rank's program, if updates read them.
 
     All ranks of a group find the same fused groups, since keys, types and order of these all-reduces are the same on
     them. Nodes between them along later axes may differ, where ranks have different rows; so axes are processed one
@@ -152,7 +172,7 @@ def fuse_sums(program: Program, group_bytes: int, order: Mapping[str, int], axes
 
     Args:
       group_bytes: the most bytes of a fused all-reduce.
-      order: part of a key before "@" -> its place in the order in which all-reduces join.
+      order: the result of ``order_sums``, by the part of a key before "@".
       axes: for each axis, or pair of joined axes, the ranks that reduce along it together with this rank; all these
         ranks must list the axes in the same order.
     """
@@ -161,46 +181,31 @@ def fuse_sums(program: Program, group_bytes: int, order: Mapping[str, int], axes
     return program
 
 
-def _along(program: Program, group_bytes: int, order: Mapping[str, int], ranks: tuple[int, ...]) -> list[list[Node]]:
+def _along(
+    program: Program, group_bytes: int, order: Mapping[str, tuple[int, int]], ranks: tuple[int, ...]
+) -> list[list[Node]]:
     """Returns the groups of all-reduces over ``ranks`` that are to be fused, each of two or more nodes.
 
     Args:
       group_bytes, order: as of ``fuse_sums``.
     """
-    over = [n for n in program.nodes if n.op == ALL_REDUCE and tuple(n.attrs["ranks"]) == ranks]
-    joining = {n.name for n in over if _may_join(program, n, group_bytes)}
-    if len(joining) < 2:
-        return []
-    depth: dict[str, int] = {}
-    kinds: dict[tuple[object, ...], list[Node]] = {}
+    joining: list[tuple[tuple[int, int], str, Node]] = []
     for node in program.nodes:
-        behind = max([0, *[depth[r.node] for r in node.inputs], *[depth[name] for name in node.controls]])
-        joins = node.name in joining
-        depth[node.name] = behind + joins
-        if joins:
-            kind = (behind, node.attrs["reduction"], node.attrs.get("wire_dtype"), node.outputs[0].dtype)
-            kinds.setdefault(kind, []).append(node)
-    groups: list[list[Node]] = []
-    for members in kinds.values():
-        groups += group_by_bytes(
-            sorted(members, key=lambda n: _place(n, order)), lambda n: n.outputs[0].bytes, group_bytes
-        )
-    return [group for group in groups if len(group) > 1]
-
-
-def _may_join(program: Program, node: Node, group_bytes: int) -> bool:
-    t = node.outputs[0]
-    return (
-        len(node.outputs) == 1
-        and t.is_static
-        and t.bytes <= group_bytes
-        and is_taken_by_updates(program, Ref(node.name))
+        if node.op == ALL_REDUCE and tuple(node.attrs["ranks"]) == ranks and len(node.outputs) == 1:
+            key, result = str(node.attrs["key"]), node.outputs[0]
+            place = order.get(key.partition("@")[0])
+            if place is not None and result.is_static and result.bytes <= group_bytes:
+                joining.append((place, key, node))
+    kinds: dict[tuple[object, ...], list[Node]] = {}
+    for (depth, _), _, node in sorted(joining, key=lambda one: one[:2]):
+        kind = (depth, node.attrs["reduction"], node.attrs.get("wire_dtype"), node.outputs[0].dtype)
+        kinds.setdefault(kind, []).append(node)
+    groups = (
+        group
+        for members in kinds.values()
+        for group in group_by_bytes(members, lambda n: n.outputs[0].bytes, group_bytes)
     )
-
-
-def _place(node: Node, order: Mapping[str, int]) -> tuple[int, str]:
-    key = str(node.attrs["key"])
-    return order.get(key.partition("@")[0], len(order)), key
+    return [group for group in groups if len(group) > 1]
 
 
 def _fuse_group(program: Program, groups: list[list[Node]]) -> Program:
