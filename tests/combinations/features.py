@@ -91,6 +91,8 @@ FEATURES: tuple[Feature, ...] = (
     _of("xla", "xla", instead=["session"]),
     _set("table on host", "table", memory__offload="tables", instead=["offload", "growing table", "hot table"]),
     _set(ON_GPUS, "processes", communication__backend="nccl", instead=["devices", "mixed devices", "horovod"]),
+    _of("two updates", "twice", instead=["session"]),  # in each step, the second by the weights of the first
+    _set("empty shares", batch__shares=(8, 0, 0, 8, 4, 0, 4, 8), instead=["unequal shares"]),
 )
 BY_NAME = {feature.name: feature for feature in FEATURES}
 

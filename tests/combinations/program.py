@@ -16,7 +16,7 @@ from tests.combinations.giant import OF_GIANT, Giant
 ROWS, WIDTH, STEPS, RATE, MOMENTUM = 32, 8, 2, 0.5, 0.5  # numbers that float32 has as well
 LAYERS, TIME = 8, 3
 # What changes the program itself, and not only how it is spread.
-OF_PROGRAM = OF_GIANT | {"loop", "lstm", "scan", "branch", "attention", "heads", "accumulated", "uneven", "session"}
+OF_PROGRAM = OF_GIANT | set("loop lstm scan branch attention heads accumulated uneven session twice".split())
 Scopes = Callable[[int], Any]
 
 
@@ -96,7 +96,12 @@ class Net(tf.Module):
         return loss
 
     def update(self, x: tf.Tensor, y: tf.Tensor, scope: Scopes) -> tf.Tensor:
-        """One step of gradient descent with momentum; of sums over two batches, where these are accumulated."""
+        """One step of the program: an update, or two, the second of which reads the weights that the first has left."""
+        loss = self.update_once(x, y, scope)
+        return loss + self.update_once(x, y, scope) if "twice" in self.marks else loss
+
+    def update_once(self, x: tf.Tensor, y: tf.Tensor, scope: Scopes) -> tf.Tensor:
+        """Gradient descent with momentum; by sums over two batches, where these are accumulated."""
         with tf.GradientTape() as tape:
             loss = self.loss(x, y, scope)
         slopes, of_tables = tape.gradient(loss, (self.weights, self.giant.tables))

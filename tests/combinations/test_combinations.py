@@ -52,6 +52,8 @@ SAMPLE = [
     ("2 stages", "loop", "table"),
     ("2 stages", "accumulation", "table"),
     ("4 stages", "branch", "loop", "hot table"),
+    ("tensor", "two updates", "empty shares"),
+    ("zero 3", "two updates", "empty shares"),
 ]
 
 
