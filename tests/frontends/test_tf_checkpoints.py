@@ -74,6 +74,49 @@ print("equal")
 """
 
 
+READERS = """
+import os, tempfile, time
+import numpy as np, tensorflow as tf, whale as wh
+wh.init()
+w = tf.Variable(np.arange(4.0))
+checkpoint, key = tf.train.Checkpoint(w=w), "w/.ATTRIBUTES/VARIABLE_VALUE"
+
+class Model(tf.Module):
+    def __init__(self):
+        self.w = tf.Variable(tf.ones([4]))
+
+    @tf.function(input_signature=[tf.TensorSpec([], tf.float32)])
+    def __call__(self, x):
+        return x * self.w
+
+@wh.function
+def step(x):
+    w.assign_add(tf.reduce_sum(x, axis=0))
+
+def save_late(save, *arguments):
+    step(tf.ones([3, 4], tf.float64))
+    time.sleep(1.0 * (wh.rank() == 0))  # the other rank reads before the first one has begun to write
+    return save(*arguments)
+
+for read in (
+    lambda path: tf.train.load_checkpoint(path).get_tensor(key),
+    lambda path: tf.train.load_variable(path, key),
+    lambda path: dict(tf.train.list_variables(path))[key] and tf.train.load_variable(path, key),
+    lambda path: tf.train.load_variable(os.path.dirname(path) + "/", key),
+    lambda path: tf.compat.v1.train.NewCheckpointReader(path).get_tensor(key),
+    lambda path: tf.train.CheckpointView(path).children(0)["w"] and tf.train.load_variable(path, key),
+):
+    np.testing.assert_array_equal(read(save_late(checkpoint.save, "saved/ckpt")), w.numpy())
+own = tempfile.mkdtemp(prefix=f"own{wh.rank()}-", dir=os.getcwd())
+np.testing.assert_array_equal(tf.train.load_variable(save_late(checkpoint.write, own + "/ckpt"), key), w.numpy())
+save_late(tf.saved_model.save, Model(), "model")
+assert tf.saved_model.contains_saved_model("model")
+save_late(tf.saved_model.save, Model(), "model2")
+assert tf.lite.TFLiteConverter.from_saved_model("model2").convert()
+print("equal")
+"""
+
+
 def test_ranks_save_to_one_place(launcher: Launcher, tmp_path: Path) -> None:
     done = launcher.run("-np", "2", launcher.script(SCRIPT), timeout_s=300)
     assert done.returncode == 0, done.stderr
@@ -88,3 +131,9 @@ def test_sharded_variables_are_gathered_for_the_first_rank(launcher: Launcher) -
     launcher.environment |= {"WHALE_MEMORY_ZERO": "3", "WHALE_MEMORY_ZERO_MIN_BYTES": "0"}
     done = launcher.run("-np", "2", launcher.script(SCRIPT.replace("if wh.rank() == 0:", "if True:")), timeout_s=300)
     assert done.returncode == 0, done.stderr
+
+
+def test_every_way_to_read_waits_for_the_first_rank(launcher: Launcher) -> None:
+    done = launcher.run("-np", "2", launcher.script(READERS), timeout_s=300)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("equal") == 2, done.stdout

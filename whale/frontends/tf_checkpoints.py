@@ -19,7 +19,9 @@ import tensorflow as tf
 from tensorflow.python.checkpoint import checkpoint as checkpoint_lib
 from tensorflow.python.checkpoint import checkpoint_management
 from tensorflow.python.checkpoint.graph_view import ObjectGraphView
+from tensorflow.python.saved_model import loader_impl
 from tensorflow.python.saved_model import save as save_lib
+from tensorflow.python.training import checkpoint_utils, py_checkpoint_reader
 
 from whale.distributed.collective_call_check import call_together
 from whale.distributed.ranks import WRITE_TIMEOUT_S
@@ -46,12 +48,22 @@ def install() -> None:
     ):
         setattr(checkpoint_management, name, _during_run(getattr(checkpoint_management, name), new))
     tf.train.get_checkpoint_state = checkpoint_management.get_checkpoint_state
+    # What opens the files without an object to restore: tf.train.load_checkpoint, list_variables, CheckpointView,
+    # readers that a script makes; tf.lite's converter, which parses a model before it loads it.
+    for owner, name, new in (
+        (checkpoint_utils, "_get_checkpoint_filename", _find_checkpoint),
+        (py_checkpoint_reader, "NewCheckpointReader", _read_path),
+        (loader_impl, "contains_saved_model", _read_path),
+        (loader_impl, "parse_saved_model", _read_path),
+    ):
+        setattr(owner, name, _during_run(getattr(owner, name), new))
+    tf.compat.v1.train.NewCheckpointReader = py_checkpoint_reader.NewCheckpointReader
     save = _capturing(_during_run(tf.saved_model.save, _save_model))
-    load = _during_run(tf.saved_model.load, _load_model)
+    load = _during_run(tf.saved_model.load, _read_path)
     # The first import of tensorflow.saved_model, e.g. by Keras' export, creates a second module object, to which
     # tf.saved_model refers from then on: import it now, and patch both.
     for module in (tf.saved_model, importlib.import_module("tensorflow.saved_model")):
-        vars(module).update(save=save, load=load)
+        vars(module).update(save=save, load=load, contains_saved_model=loader_impl.contains_saved_model)
 
 
 def _during_run(original: Callable[..., Any], new: Callable[..., Any]) -> Callable[..., Any]:
@@ -124,10 +136,24 @@ def _update_state(context: Context, original: Callable[..., Any], *args: Any, **
 
 
 def _get_state(context: Context, original: Callable[..., Any], checkpoint_dir: Any, *args: Any, **kwargs: Any) -> Any:
-    folder = normalize_path(checkpoint_dir)
-    if any(os.path.dirname(path) == folder for path in context.written):
-        wait_for_first_rank(f"reading the folder {folder}, to which rank 0 wrote checkpoints")
+    _wait_for_folder(context, checkpoint_dir)
     return original(checkpoint_dir, *args, **kwargs)
+
+
+def _find_checkpoint(context: Context, original: Callable[..., Any], ckpt_dir_or_file: Any) -> Any:
+    if isinstance(ckpt_dir_or_file, (str, os.PathLike)):
+        _wait_for_folder(context, ckpt_dir_or_file)  # TensorFlow asks next whether it is a folder
+    return original(find_written(ckpt_dir_or_file))
+
+
+def _read_path(context: Context, original: Callable[..., Any], path: Any, *args: Any, **kwargs: Any) -> Any:
+    return original(find_written(path), *args, **kwargs)
+
+
+def _wait_for_folder(context: Context, path: Any) -> None:
+    folder = normalize_path(path)
+    if any(os.path.dirname(written) == folder for written in context.written):
+        wait_for_first_rank(f"reading the folder {folder}, to which rank 0 wrote checkpoints")
 
 
 def _save_model(
@@ -147,10 +173,6 @@ def _save_model(
 
     holders = ObjectGraphView(obj).breadth_first_traversal()[0]
     _write_on_first_rank(write, holders, os.fspath(export_dir), context, trace)
-
-
-def _load_model(context: Context, original: Callable[..., Any], export_dir: Any, *args: Any, **kwargs: Any) -> Any:
-    return original(find_written(export_dir), *args, **kwargs)
 
 
 def _write_on_first_rank(
