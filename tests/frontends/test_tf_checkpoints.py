@@ -117,6 +117,49 @@ print("equal")
 """
 
 
+REMOVED = """
+import os, tempfile, time
+import h5py, keras, numpy as np, tensorflow as tf, whale as wh
+from tensorflow.python.ops import io_ops
+wh.init()
+
+def late(function):
+    def call(*arguments, **named):
+        time.sleep(1.0 * wh.rank())  # the first rank has read, and would go on to remove its files
+        return function(*arguments, **named)
+    return call
+
+io_ops.restore_v2 = late(io_ops.restore_v2)
+h5py.File.__init__ = late(h5py.File.__init__)
+x, y = np.ones((6, 3)), np.ones((6, 2))
+model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
+model.compile("sgd", "mse")
+model.fit(x, y, verbose=0)
+checkpoint = tf.train.Checkpoint(model=model)
+wanted = model.get_weights()
+for save, read, name in (
+    (checkpoint.save, lambda path: checkpoint.restore(path + "-1"), "ckpt"),
+    (checkpoint.write, checkpoint.read, "ckpt"),
+    (checkpoint.save, lambda path: checkpoint.restore(tf.train.latest_checkpoint(os.path.dirname(path))), "ckpt"),
+    (model.save_weights, model.load_weights, "a.weights.h5"),
+    (model.save, lambda path: keras.models.load_model(path, compile=False), "a.h5"),
+    (lambda path: tf.saved_model.save(model, path), tf.saved_model.load, "a"),
+):
+    checkpoint.save_counter.assign(0)
+    with tempfile.TemporaryDirectory() as folder:
+        save(os.path.join(folder, name))
+        read(os.path.join(folder, name))
+model.save_weights("all.weights.h5")
+model.fit(x, y, verbose=0)
+model.load_weights("all.weights.h5")
+if wh.rank() == 0:
+    os.remove("all.weights.h5")
+for now, before in zip(model.get_weights(), wanted):
+    np.testing.assert_array_equal(now, before)
+print("equal")
+"""
+
+
 def test_ranks_save_to_one_place(launcher: Launcher, tmp_path: Path) -> None:
     done = launcher.run("-np", "2", launcher.script(SCRIPT), timeout_s=300)
     assert done.returncode == 0, done.stderr
@@ -135,5 +178,11 @@ def test_sharded_variables_are_gathered_for_the_first_rank(launcher: Launcher) -
 
 def test_every_way_to_read_waits_for_the_first_rank(launcher: Launcher) -> None:
     done = launcher.run("-np", "2", launcher.script(READERS), timeout_s=300)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("equal") == 2, done.stdout
+
+
+def test_no_rank_removes_what_another_is_reading(launcher: Launcher) -> None:
+    done = launcher.run("-np", "2", launcher.script(REMOVED), timeout_s=300)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("equal") == 2, done.stdout

@@ -4,7 +4,7 @@ If all ranks wrote into one folder, they would rename and remove each other's fi
 they read what it wrote, as with Keras' models. Scripts written for ``tf.distribute`` (``wh.Strategy``) give each rank
 another path; then one rank writes at each path.
 
-Decision: 0147.
+Decisions: 0147, 0215.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from whale.distributed.collective_call_check import call_together
 from whale.distributed.ranks import WRITE_TIMEOUT_S
 from whale.distributed.script_line import find_script_line
 from whale.errors import CheckpointError
-from whale.frontends.keras.saving import find_written, wait_for_first_rank
+from whale.frontends.keras.saving import find_written, reading, wait_for_first_rank
 from whale.runtime.checkpoint.gathering import describe_unreadable, gather_on_first_rank
 from whale.runtime.compile.step import captures_steps
 from whale.runtime.context import Context, find_running
@@ -59,7 +59,7 @@ def install() -> None:
         setattr(owner, name, _during_run(getattr(owner, name), new))
     tf.compat.v1.train.NewCheckpointReader = py_checkpoint_reader.NewCheckpointReader
     save = _capturing(_during_run(tf.saved_model.save, _save_model))
-    load = _during_run(tf.saved_model.load, _read_path)
+    load = _during_run(tf.saved_model.load, _load_model)
     # The first import of tensorflow.saved_model, e.g. by Keras' export, creates a second module object, to which
     # tf.saved_model refers from then on: import it now, and patch both.
     for module in (tf.saved_model, importlib.import_module("tensorflow.saved_model")):
@@ -117,7 +117,8 @@ def _write(
 def _read(
     context: Context, original: Callable[..., Any], checkpoint: Any, save_path: Any, *args: Any, **kw: Any
 ) -> Any:
-    return original(checkpoint, find_written(save_path), *args, **kw)
+    with reading(save_path) as found:
+        return original(checkpoint, found, *args, **kw)
 
 
 def _delete(context: Context, original: Callable[..., Any], filespec: str) -> None:
@@ -152,8 +153,9 @@ def _read_path(context: Context, original: Callable[..., Any], path: Any, *args:
 
 def _wait_for_folder(context: Context, path: Any) -> None:
     folder = normalize_path(path)
-    if any(os.path.dirname(written) == folder for written in context.written):
+    if written := [path for path in context.written if os.path.dirname(path) == folder]:
         wait_for_first_rank(f"reading the folder {folder}, to which rank 0 wrote checkpoints")
+        context.unread |= dict.fromkeys(written)
 
 
 def _save_model(
@@ -173,6 +175,11 @@ def _save_model(
 
     holders = ObjectGraphView(obj).breadth_first_traversal()[0]
     _write_on_first_rank(write, holders, os.fspath(export_dir), context, trace)
+
+
+def _load_model(context: Context, original: Callable[..., Any], export_dir: Any, *args: Any, **kwargs: Any) -> Any:
+    with reading(export_dir) as found:
+        return original(found, *args, **kwargs)
 
 
 def _write_on_first_rank(

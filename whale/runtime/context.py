@@ -420,6 +420,7 @@ class Context(Ranks):
       at_once_bytes: bytes of the variables that were created at once, before it was known whether they are divided.
       written: paths that the first rank has written and other ranks might read too early, in the order of the calls (an
         ordered set).
+      unread: paths of ``written`` for which the ranks have waited because of their folder, before any has read them.
       first_paths: this rank's own path -> the first rank's, where they differ and the first rank writes.
       saves_apart: whether ranks may save checkpoints to paths of their own, as scripts for tf.distribute do.
       own_files: files in which this process keeps what its datasets yield; None: it keeps nothing.
@@ -450,6 +451,7 @@ class Context(Ranks):
     apart: SocketBootstrap | None = None
     at_once_bytes: int = 0
     written: dict[str, None] = field(default_factory=dict)
+    unread: dict[str, None] = field(default_factory=dict)
     first_paths: dict[str, str] = field(default_factory=dict)
     saves_apart: bool = False
     own_files: KeptFiles | None = None

@@ -6,7 +6,8 @@ from __future__ import annotations
 
 import contextvars
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import msgspec
@@ -52,12 +53,34 @@ def save(original: Callable[..., Any], model: Any, filepath: Any, *args: Any, **
 
 def load(original: Callable[..., Any], model: Any, filepath: Any, *args: Any, **kwargs: Any) -> Any:
     """Replaces Keras' functions that read weights into a model (``original``); waits until rank 0 has written them."""
-    return original(model, find_written(filepath), *args, **kwargs)
+    with reading(filepath) as found:
+        return original(model, found, *args, **kwargs)
 
 
 def load_model(original: Callable[..., Any], filepath: Any, *args: Any, **kwargs: Any) -> Any:
     """Replaces Keras' functions that read a model (``original``); waits until rank 0 has written it."""
-    return original(find_written(filepath), *args, **kwargs)
+    with reading(filepath) as found:
+        return original(found, *args, **kwargs)
+
+
+@contextmanager
+def reading(filepath: Any) -> Iterator[Any]:
+    """Waits as ``find_written`` does, and gives the path to read. Where ranks have waited, none goes on before all have
+    read: the script may remove the files next, as rank 0 does where it leaves a TemporaryDirectory.
+    """
+    context = find_running()
+    key = normalize_path(filepath) if isinstance(filepath, (str, os.PathLike)) else None
+    together = context is not None and (key in context.written or key in context.unread)
+    found = find_written(filepath)
+    try:
+        yield found
+    finally:
+        if together:
+            assert context is not None and key is not None
+            context.unread.pop(key, None)
+            if context.has_other_processes:
+                what = f"the other ranks' reading of {key}, which rank 0 wrote"
+                context.comms[0].allgather_bytes("whale/keras/read", b"", WRITE_TIMEOUT_S, what)
 
 
 def find_written(filepath: Any) -> Any:
