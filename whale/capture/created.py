@@ -116,7 +116,9 @@ class CreatedVariables:
             return [found[value] for value in values]
 
         with tf.init_scope():
-            for (variable, _, _), value in zip(waiting, tf.function(first_values, autograph=False)()):
+            # A call of the tf.function itself would be eager where the script has set run_functions_eagerly.
+            traced = tf.function(first_values, autograph=False).get_concrete_function()
+            for (variable, _, _), value in zip(waiting, traced()):
                 gen_resource_variable_ops.assign_variable_op(variable.handle, value)
 
     def refuse_without_value(self, name: str) -> None:

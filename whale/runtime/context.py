@@ -336,6 +336,7 @@ class Reports:
       wide: names of programs for which it was logged that wide weights would better be sharded.
       plans_not_kept: whether it was logged why plans cannot be cached.
       without_xla: whether it was logged that TensorFlow has no XLA for the device.
+      not_eager: whether it was logged that ``run_functions_eagerly`` does not make steps eager.
     """
 
     predicted: dict[str, Callable[[], dict[str, int]]] = field(default_factory=dict)
@@ -346,6 +347,7 @@ class Reports:
     wide: set[str] = field(default_factory=set)
     plans_not_kept: bool = False
     without_xla: bool = False
+    not_eager: bool = False
 
 
 @dataclass

@@ -283,6 +283,7 @@ class Function(polymorphic_function.Function, Generic[P, R]):  # type: ignore[mi
         if may_share and (common := self._of_many_sizes(shared, arguments, args, kwargs, context)):
             self._note_called(arguments, shared, args, kwargs)
             return arguments, common, []
+        _tell_if_functions_run_eagerly(context)
         drawing = IteratorReads(functools.partial(draw, context=context), batches)
         step = compile_step(self._fn, arguments, args, kwargs, context, shared, drawing)
         self._attach()  # forgets earlier steps if compiling this one has moved variables that they use
@@ -587,3 +588,14 @@ def _change_strategy(context: Context, chosen: ChosenStrategy) -> None:
     context.planning.go_over(chosen)
     context.scoping.stages_seen = False
     context.reports.compiled_for.clear()
+
+
+def _tell_if_functions_run_eagerly(context: Context) -> None:
+    """Warns once, on the first rank, if the script has made tf.functions run eagerly, which steps do not."""
+    if not tf.config.functions_run_eagerly() or context.rank != 0 or context.reports.not_eager:
+        return
+    context.reports.not_eager = True
+    log.warning(
+        "tf.config.run_functions_eagerly(True) leaves steps graphs, which Whale divides: Python in a step runs once "
+        "for each trace, and not at each call; to debug a step eagerly, run the script without wh.init()"
+    )

@@ -97,6 +97,19 @@ def test_an_optimizer_that_copies_the_weights(ranks: Callable[..., None]) -> Non
 
 
 @pytest.mark.core
+def test_functions_that_the_script_makes_eager(
+    ranks: Callable[..., None], capsys: pytest.CaptureFixture[str], request: pytest.FixtureRequest
+) -> None:
+    expected = trained(tf.function)
+    ranks(2, **{"batch.random": "global"})
+    request.addfinalizer(lambda: tf.config.run_functions_eagerly(False))
+    tf.config.run_functions_eagerly(True)
+    for found, one in zip(trained(wh.function), expected, strict=True):
+        np.testing.assert_allclose(found, one, rtol=1e-10)
+    assert capsys.readouterr().err.count("tf.config.run_functions_eagerly(True) leaves steps") == 1
+
+
+@pytest.mark.core
 def test_a_plan_is_asked_for_before_the_first_call(ranks: Callable[..., None]) -> None:
     ranks(2)
     averages = Averages(wh.function)

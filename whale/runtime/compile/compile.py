@@ -471,7 +471,7 @@ def read_xla_kernels(on_gpu: bool) -> XlaKernels | None:
     from tensorflow.python.framework.kernels import get_all_registered_kernels
 
     with tf.init_scope():  # XLA registers its kernels when TensorFlow optimises a first function
-        tf.function(lambda: tf.constant(0.0), autograph=False)()
+        tf.function(lambda: tf.constant(0.0), autograph=False).get_concrete_function()()
     names: dict[int, str] = {}
 
     def name_type(number: int) -> str:
