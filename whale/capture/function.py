@@ -318,7 +318,7 @@ class Trace:
             value = external.numpy()
             found.update(value.tobytes() if external.dtype != tf.string else repr(value).encode())
         # What a script says of shapes that TensorFlow cannot know (``set_shape``) is in no GraphDef.
-        shapes = [t.shape for op in graph.get_operations() for t in op.outputs]
+        shapes = [t._shape for op in graph.get_operations() for t in op.outputs]  # sizes; `t.shape` makes an object
         found.update(repr(shapes).encode())
         return found.digest()
 

@@ -374,32 +374,29 @@ def _read_operands(defs: Mapping[str, Any], names: Mapping[str, str]) -> dict[st
       names: TensorFlow's name of a node -> the name that takes its place; others keep theirs.
     """
     found: dict[str, _Operands] = {}
-    refs_of: dict[str, Ref] = {}
+    # By the texts of operands. A reference holds the very string that its node has as name: passes look nodes up by it,
+    # and strings that are not one object are compared letter by letter. `Ref(...)` would call a Python function.
+    refs_of = {name: tuple.__new__(Ref, (names.get(name, name), 0)) for name in defs}
     for name, node_def in defs.items():
+        own = refs_of[name][0]
         texts = node_def.input[:]  # a list, which is iterated in half the time of the message's own sequence
         if not texts:
-            found[names.get(name, name)] = _NO_OPERANDS
+            found[own] = _NO_OPERANDS
             continue
         refs: list[Ref] = []
         controls: list[str] = []
         for text in texts:
             ref = refs_of.get(text)
             if ref is None:
-                node, index = text, 0
                 if text[0] == "^":
                     # Arguments have their values from the start, so nothing has to wait for them.
-                    node = text[1:]
-                    if defs[node].op != "Placeholder":
-                        controls.append(names.get(node, node))
+                    if defs[text[1:]].op != "Placeholder":
+                        controls.append(refs_of[text[1:]][0])
                     continue
-                if ":" in text:
-                    node, _, number = text.partition(":")
-                    index = int(number)
-                if names:
-                    node = names.get(node, node)
-                ref = refs_of[text] = tuple.__new__(Ref, (node, index))  # `Ref(...)` calls a Python function
+                node, _, number = text.partition(":")
+                ref = refs_of[text] = Ref(refs_of[node][0], int(number))
             refs.append(ref)
-        found[names.get(name, name)] = tuple(refs), tuple(controls)
+        found[own] = tuple(refs), tuple(controls)
     return found
 
 

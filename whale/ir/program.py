@@ -275,8 +275,9 @@ def sort_nodes(nodes: Mapping[str, Node]) -> tuple[Node, ...]:
 def _is_sorted(nodes: Mapping[str, Node]) -> bool:
     seen: set[str] = set()
     for name, node in nodes.items():
-        if node.inputs and not seen.issuperset([before for before, _ in node.inputs]):
-            return False
+        for before, _ in node.inputs:
+            if before not in seen:
+                return False
         if node.controls and not seen.issuperset(node.controls):
             return False
         seen.add(name)
@@ -426,8 +427,8 @@ def prune(program: Program) -> Program:
     needed = {*(r.node for r in program.outputs), *program.effects}
     for node in reversed(program.nodes):
         if node.name in needed:
-            if node.inputs:
-                needed.update([before for before, _ in node.inputs])
+            for before, _ in node.inputs:
+                needed.add(before)
             if node.controls:
                 needed.update(node.controls)
     needed.update(program.inputs)

@@ -152,23 +152,27 @@ def _find_readers(program: Program, large: set[str]) -> dict[str, list[str]]:
 
 def _order_updates_late(program: Program, updates: set[str]) -> list[Node]:
     """Orders the nodes so that each update comes after all nodes that do not depend on an update."""
-    place = {node.name: i for i, node in enumerate(program.nodes)}
-    waits_for = {n.name: dict.fromkeys([*(r.node for r in n.inputs), *n.controls]) for n in program.nodes}
-    after: dict[str, list[str]] = {}
-    for name, others in waits_for.items():
-        for other in others:
-            after.setdefault(other, []).append(name)
-    missing = {name: len(others) for name, others in waits_for.items()}
-    ready = [(name in updates, place[name], name) for name, count in missing.items() if not count]
+    nodes, count = program.nodes, len(program.nodes)
+    place = {node.name: i for i, node in enumerate(nodes)}
+    after: list[list[int]] = [[] for _ in nodes]  # by the place of a node: those of the nodes that wait for it
+    missing: list[int] = []
+    for i, node in enumerate(nodes):
+        before = {place[name] for name in list_predecessors(node)}
+        missing.append(len(before))
+        for other in before:
+            after[other].append(i)
+    # A node is in the heap with its place, an update with its place behind all others'.
+    turn = [i + count * (node.name in updates) for i, node in enumerate(nodes)]
+    ready = [turn[i] for i, waits in enumerate(missing) if not waits]
     heapify(ready)
     order: list[Node] = []
     while ready:
-        *_, done = heappop(ready)
-        order.append(program.by_name[done])
-        for name in after.get(done, ()):
-            missing[name] -= 1
-            if not missing[name]:
-                heappush(ready, (name in updates, place[name], name))
+        done = heappop(ready) % count
+        order.append(nodes[done])
+        for i in after[done]:
+            missing[i] -= 1
+            if not missing[i]:
+                heappush(ready, turn[i])
     return order
 
 

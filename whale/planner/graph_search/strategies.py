@@ -18,7 +18,7 @@ from typing import Any
 
 from cost_model.kernels.op_work import count_matmul_flops
 from whale.ir.mesh import DATA, TENSOR, Axis
-from whale.ir.ops import ROW_LOOKUPS
+from whale.ir.ops import CONTRACTIONS, ROW_LOOKUPS
 from whale.ir.program import Node, Program, Ref
 from whale.ir.strategy import DeviceGroup, ParallelStrategy, Stage
 from whale.ir.topology import Topology
@@ -141,8 +141,9 @@ def products(program: Program) -> dict[str, list[Node]]:
     """
     found: dict[str, list[Node]] = {}
     for node in program.nodes:
-        if node.op not in ROW_LOOKUPS and not count_matmul_flops(node, [program.find_type(r) for r in node.inputs]):
-            continue
+        if node.op not in ROW_LOOKUPS:
+            if node.op not in CONTRACTIONS or not count_matmul_flops(node, [program.find_type(r) for r in node.inputs]):
+                continue
         for ref in node.inputs[:1] if node.op in ROW_LOOKUPS else node.inputs:
             handle = _find_weight_behind(program, ref)
             if handle is not None and len(program.variable_of[handle].type.shape or ()) >= 2:
