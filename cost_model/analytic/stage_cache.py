@@ -52,9 +52,9 @@ class StageCosts:
             how: what every stage recomputes, whatever the strategy says.
         """
         ranks, known, found = round_ranks(strategy.ranks), self._passes, list[Passes]()
-        settings, lacking = self._key_settings(strategy, ranks), list[tuple[int, tuple[Any, ...]]]()
+        settings, lacking = key_settings(strategy, ranks), list[tuple[int, tuple[Any, ...]]]()
         for index, stage in enumerate(strategy.stages):
-            key = self.find_alike(stage), stage.parts, how, settings
+            key = self.make_key(stage, how, settings)
             if (passes := known.get(key)) is None:
                 lacking.append((index, key))
             elif passes.both_s >= most_s:
@@ -68,20 +68,13 @@ class StageCosts:
             found.insert(index, passes)
         return found
 
-    def make_key(self, strategy: ParallelStrategy, stage: Stage, how: Recompute, ranks: int) -> tuple[Any, ...]:
-        """Returns what the passes of a stage depend on, if it recomputes `how`, as a key; `ranks` is rounded."""
-        return self.find_alike(stage), stage.parts, how, self._key_settings(strategy, ranks)
+    def make_key(self, stage: Stage, how: Recompute, settings: tuple[object, ...]) -> tuple[Any, ...]:
+        """Returns what the passes of a stage depend on, if it recomputes `how`, as a key.
 
-    def _key_settings(self, strategy: ParallelStrategy, ranks: int) -> tuple[object, ...]:
-        return (
-            ranks,
-            strategy.sequence_parallel,
-            strategy.zero,
-            strategy.offload,
-            strategy.context,
-            strategy.shard_ranks,
-            strategy.expert_ranks,
-        )
+        Args:
+            settings: of the stage's strategy, from `key_settings`.
+        """
+        return self.find_alike(stage), stage.parts, how, settings
 
     def _find_passes(self, strategy: ParallelStrategy, key: tuple[Any, ...], ranks: int) -> Passes:
         if (passes := self._passes.get(key)) is None:
@@ -127,11 +120,11 @@ class StageCosts:
         """
         stages, micro_batches, known = strategy.stages, strategy.micro_batches, self._known
         count, ranks, found = len(stages), round_ranks(strategy.ranks), list[StageCost]()
-        settings, lives = self._key_settings(strategy, ranks), count_lives(strategy)
+        settings, lives = key_settings(strategy, ranks), count_lives(strategy)
         pools = [tuple([part.pool for part in stage.parts]) for stage in stages]
         behind = min(count, micro_batches), micro_batches < 2 * count
         for index, stage in enumerate(stages):
-            own = self.find_alike(stage), stage.parts, strategy.find_recompute(stage), settings
+            own = self.make_key(stage, strategy.find_recompute(stage), settings)
             # A stage's cost depends on other stages only by whether there are any before and after it, by their
             # devices, by the number of passes behind which its reduction hides, and by whether all forward passes come
             # first.
@@ -152,11 +145,28 @@ class StageCosts:
         return found
 
 
-def count_lives(strategy: ParallelStrategy) -> list[int]:
+def key_settings(strategy: ParallelStrategy, ranks: int) -> tuple[object, ...]:
+    """Returns the settings of a strategy that the passes of its stages depend on, for `StageCosts.make_key`.
+
+    Args:
+        ranks: number of ranks of the whole strategy, rounded (`round_ranks`).
+    """
+    return (
+        ranks,
+        strategy.sequence_parallel,
+        strategy.zero,
+        strategy.offload,
+        strategy.context,
+        strategy.shard_ranks,
+        strategy.expert_ranks,
+    )
+
+
+def count_lives(strategy: ParallelStrategy) -> tuple[int, ...]:
     """Returns the largest number of micro-batch chunks whose activations each stage holds at one time."""
     return _count_lives(strategy.schedule, len(strategy.stages), strategy.chunks, strategy.micro_batches)
 
 
 @lru_cache(maxsize=1 << 12)
-def _count_lives(schedule: str, stages: int, chunks: int, micro_batches: int) -> list[int]:
-    return [count_live_chunks(schedule, stages, chunks, micro_batches, stage) for stage in range(stages)]
+def _count_lives(schedule: str, stages: int, chunks: int, micro_batches: int) -> tuple[int, ...]:
+    return tuple([count_live_chunks(schedule, stages, chunks, micro_batches, stage) for stage in range(stages)])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from cost_model.analytic.stage_cache import StageCosts
+from cost_model.analytic.stage_cache import StageCosts, key_settings
 from cost_model.kernels.compute import round_ranks
 from whale.ir.strategy import ParallelStrategy, Recompute, Stage
 
@@ -46,8 +46,9 @@ class RecomputeChoice:
     def _find_least(self, strategy: ParallelStrategy, stage: Stage, live: int, kinds: Sequence[Recompute]) -> Recompute:
         """Returns the first kind of recompute with which a stage fits, else the kind that lacks the least memory."""
         ranks, lacking = round_ranks(strategy.ranks), list[float]()
+        settings = key_settings(strategy, ranks)
         for how in kinds:
-            key = self.stage_costs.make_key(strategy, stage, how, ranks)
+            key = self.stage_costs.make_key(stage, how, settings)
             lacking.append(self.stage_costs.find_memory(strategy, key, live, ranks)[1])
             if lacking[-1] <= 0:
                 return how
