@@ -342,19 +342,27 @@ class Estimates:
             at += count
         return False
 
-    def has_room_for_states(self) -> bool:
-        """Returns True if the memory of all devices together can hold weights, gradients and optimizer state, however
-        divided.
-        """
-        pool = next((one.number for one in self.machines.pools if self.tensors(one.number)), None)
-        if pool is None:
-            return False
+    def whole_states(self) -> tuple[float, float, float]:
+        """Returns the bytes of (weights, gradients, optimizer state) of the whole model, once on all ranks together."""
+        pool = next(one.number for one in self.machines.pools if self.tensors(one.number))
         tensor = self.tensors(pool)[0]
         one = self.predict_whole(pool, tensor, self.rows_of(pool, tensor)[0], self.recomputes()[0], 1)[0]
         held, gradients, optimizer = states(one, ((0, self.model.count),), 1, 0)
-        on_devices = {"none": held + gradients + optimizer, "optimizer": held + gradients, "parameters": 0.0}
-        return tensor * on_devices[self.offload] <= sum(
-            pool.devices * pool.memory_bytes for pool in self.machines.pools
+        return tensor * held, tensor * gradients, tensor * optimizer
+
+    def has_room_for_states(self) -> bool:
+        """Returns True if the memory of all devices together, and with offload that of all hosts, can hold weights,
+        gradients and optimizer state, however divided.
+        """
+        pools = self.machines.pools
+        if not any(self.tensors(one.number) for one in pools):
+            return False
+        held, gradients, optimizer = self.whole_states()
+        summed = 0.0 if self.model.stack.shards_stages == "chunk" else gradients  # of one chunk at a time, if need be
+        on_devices = {"none": held + summed + optimizer, "optimizer": held + summed, "parameters": 0.0}[self.offload]
+        on_hosts = {"none": 0.0, "optimizer": gradients + optimizer, "parameters": held + gradients + optimizer}
+        return on_devices <= sum(one.devices * one.memory_bytes for one in pools) and (
+            on_hosts[self.offload] <= sum(one.devices * one.host_bytes for one in pools)
         )
 
     def rates(self) -> dict[tuple[str, float], float]:

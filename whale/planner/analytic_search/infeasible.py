@@ -81,15 +81,34 @@ def nothing_fits(searches: Sequence[Search], limits: Constraints, fits: Fits) ->
     needs = (
         f"needs {format_bytes(used.total_bytes)} per {pool.device.name}, which has {format_bytes(pool.memory_bytes)}"
     )
+    lacking = used.total_bytes - pool.memory_bytes
     if not on_device:
-        needs = f"offloads more than the memory of host {pool.host.name} holds"
+        needs, lacking = f"offloads more than the memory of host {pool.host.name} holds", found.lacking_bytes
+    states = {} if any(one.has_room_for_states() for one in searches) else {"states": _say_states(first)}
     proposed = [change.text for change in changes(model, machines, limits, pool, fits)]
     return PlanError(
         "no parallel strategy of the model fits into the devices' memory",
         given=f"{model.name} on {machines.devices} devices of {machines.cluster.name}",
-        nearest=f"{strategy.format_summary()}: stage {stage} {needs}; it lacks {format_bytes(found.lacking_bytes)}",
+        **states,
+        nearest=f"{strategy.format_summary()}: stage {stage} {needs}; it lacks {format_bytes(lacking)}",
         largest_part=f"{most}, {format_bytes(held[most])}" if on_device else "the hosts' memory",
         action=", or ".join(proposed) or "change the model: neither more devices nor more memory is enough",
+    )
+
+
+def _say_states(search: Search) -> str:
+    """Says what weights, gradients and optimizer state take, and what all devices and hosts together have for them."""
+    pools = search.machines.pools
+    hosts = sum(pool.devices * pool.host_bytes for pool in pools)
+    devices = sum(pool.devices * pool.memory_bytes for pool in pools)
+    return (
+        f"weights, gradients and optimizer state take {format_bytes(sum(search.whole_states()))}; all devices together "
+        f"have {format_bytes(devices)}, and their hosts "
+        + (
+            f"{format_bytes(hosts)} for what is offloaded"
+            if hosts
+            else "an unknown amount (the file gives no memory_gb)"
+        )
     )
 
 

@@ -610,6 +610,8 @@ class Search(Families):
         Raises:
             NothingFits: no strategy fits into memory.
         """
+        if not self.has_room_for_states():
+            raise NothingFits(self)
         self._list(hurried=not self.few)
         if exactly or not self.kept.entries:
             self._find_exactly()
@@ -625,7 +627,7 @@ class Search(Families):
         `whale.planner.analytic_search.exact`).
         """
         # With offload, moving the state takes longer than the exact balance of stages could gain.
-        if not self.few or self.looked_at_all or self.offload != "none" or not self.has_room_for_states():
+        if not self.few or self.looked_at_all or self.offload != "none":
             return
         self.looked_at_all = True
         known_s = self.limits.faster_than_s
