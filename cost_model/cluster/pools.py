@@ -83,6 +83,14 @@ class Pool:
         share = "" if self.entry.share == 1.0 else f" x {self.entry.share:g}"
         return f"{self.host.name}/{self.device.name}{share}"
 
+    def list_whole_hosts(self, tensor: int, groups: int) -> list[int]:
+        """Returns the next smaller and the next larger number of tensor-parallel groups that use all devices of their
+        hosts; empty where no host has room for two groups.
+        """
+        each = self.per_host // tensor
+        near = ((groups - 1) // each * each, (groups // each + 1) * each) if each > 1 else ()
+        return [n for n in near if 0 < n <= self.hosts * each]
+
     def tensor_groups(self, tensor: int) -> int:
         """Returns the number of groups of `tensor` devices, each on one host, that the pool can be divided into."""
         return self.hosts * (self.per_host // tensor)

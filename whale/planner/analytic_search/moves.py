@@ -208,6 +208,9 @@ class Moves:
             tensor, odd = divmod(part.ranks, replicas)
             if not odd and tensor in self.tensors(part.pool):
                 yield (DeviceGroup(part.pool, tensor, replicas, rows // replicas),)
+        for replicas in pools[part.pool].list_whole_hosts(part.tensor, part.replicas):
+            if rows % replicas and (found := self.share({(part.pool, part.tensor): replicas}, rows, ways)):
+                yield found
         for pool in pools:
             if pool.number != part.pool:
                 for tensor in {part.tensor, *_near(self.tensors(pool.number), part.tensor)}:
@@ -250,7 +253,8 @@ class Moves:
         for part in parts:
             kinds[part.pool, part.tensor] = kinds.get((part.pool, part.tensor), 0) + part.replicas
         for key, count in kinds.items():
-            for replicas in {count - 1, count + 1, count // 2, 2 * count, 0}:
+            whole = self.machines.pools[key[0]].list_whole_hosts(key[1], count)
+            for replicas in {count - 1, count + 1, count // 2, 2 * count, 0, *whole}:
                 if replicas != count and (found := self.share({**kinds, key: replicas}, rows, ways)):
                     yield found
         if ways and (found := self.share(kinds, rows, ways)):  # rows may have been shared under another degree

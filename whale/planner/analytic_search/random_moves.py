@@ -21,6 +21,9 @@ from whale.planner.analytic_search.row_shares import variants
 Counts = list[int]  # layers of each range, in the order of the model: chunk by chunk
 
 
+UNEVEN = 0.3  # of the changes of a number of replicas, those to any number, which need not divide the rows
+
+
 class RandomMoves:
     """Makes random changes of strategies.
 
@@ -85,6 +88,11 @@ class RandomMoves:
 
     def _other_replicas(self, r: random.Random, strategy: ParallelStrategy) -> ParallelStrategy | None:
         some, part = self._single(r, strategy)
+        if r.random() < UNEVEN:
+            kinds = {(part.pool, part.tensor): r.randint(1, 2 * part.replicas)}
+            return self._with_parts(
+                strategy, some, self.moves.share(kinds, strategy.stages[0].rows, strategy.expert_ranks)
+            )
         replicas = r.choice(divisors(strategy.stages[0].rows))
         tensor = part.tensor if r.random() < 0.5 else part.ranks // replicas
         if tensor not in self.moves.tensors(part.pool):

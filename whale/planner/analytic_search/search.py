@@ -109,6 +109,9 @@ MOST_CHUNKS = 64  # most chunks of a stage
 SHAKEN, PATIENCE = 3, 16  # random changes improved per round of `_shake`, and rounds without gain before it ends
 # Random changes without gain before `_wander` ends: from the best strategy, and from others; how many others.
 WANDERED, WANDERED_SOME, WANDERED_FROM = 1024, 128, 6
+# Random changes of ranks that lead to another place to begin from, and the times the best step that each may take.
+AWAY, AWAY_TIMES = (2, 5), 1.6
+DIVIDED = 0.5  # of random changes of ranks, those after which layers are divided anew
 POLISHED = 512  # random moves of several layers without gain before `polish` ends
 TOGETHER, AT_ONCE = 32, 8  # interleaved strategies that are simulated at once: of random moves, of other moves
 WORSE = 1.5  # results of a random change are improved if their step is below this times the best
@@ -675,7 +678,7 @@ class Search(Families):
             self._wander_from_best()
         self._shake()
 
-    def _wander(self, strategy: ParallelStrategy, seconds: float, patience: int) -> None:
+    def _wander(self, strategy: ParallelStrategy, seconds: float, patience: int) -> tuple[ParallelStrategy, float]:
         """Changes a strategy at random, keeps each improvement, and stops after `patience` tries in a row that gained
         too little.
 
@@ -685,15 +688,59 @@ class Search(Families):
         tried, since_s, r = 0, seconds, random.Random(self.shaken)
         self.shaken += 1
         while tried < patience:
-            changed = [self.random.change(r, strategy) for _ in range(TOGETHER)]
-            self.work.spend(TOGETHER * (RANDOM_S + LOOKUP_S * len(strategy.stages)))
-            most_s = seconds * (1 - SHORTER)
-            for took_s, fitted in self.consider_many(filter(None, changed), most_s, AT_ONCE):
+            changed, most_s = self._change(r, strategy, TOGETHER), seconds * (1 - SHORTER)
+            for took_s, fitted in self.consider_many(changed, most_s, AT_ONCE):
                 if took_s < seconds:
                     strategy, seconds = fitted, took_s
             tried += TOGETHER
             if seconds < since_s * (1 - STEP):
                 tried, since_s = 0, seconds
+        return strategy, seconds
+
+    def begin_anew(self, times: int) -> None:
+        """Improves strategies several random changes away from the best one, however much slower these are at first.
+
+        Where devices are of several kinds, the changes that lead to a faster strategy one by one end in many different
+        places, often a tenth apart; what few of them reach is found only from elsewhere.
+        """
+        for _ in range(times):
+            assert self.fastest is not None
+            (strategy, found), r = self.fastest, random.Random(self.shaken)
+            best_s = seconds = found.step_s
+            self.shaken += 1
+            for _ in range(r.randint(*AWAY)):
+                changed = self._change(r, strategy, TOGETHER, of_ranks=True)
+                found_s = self.consider_many(changed, AWAY_TIMES * best_s, 1)
+                seconds, strategy = next((one for one in found_s if one[0] < math.inf), (seconds, strategy))
+            strategy, seconds = self._wander(strategy, seconds, WANDERED_SOME)
+            if seconds < WORSE * best_s:
+                self.improve(strategy, seconds, LEAP)
+            if self.fastest[1].step_s < best_s:
+                self._wander_from_best()
+                self.improve(self.fastest[0], self.fastest[1].step_s, STEP)
+
+    def _change(
+        self, r: random.Random, strategy: ParallelStrategy, count: int, of_ranks: bool = False
+    ) -> Iterator[ParallelStrategy]:
+        """Yields up to `count` random changes of a strategy.
+
+        Layers are divided anew, by the speed of the ranks, in about half of those that change ranks: stages on other
+        devices take too long, or too short, for the layers of the former ones.
+
+        Args:
+            of_ranks: leaves out changes that change no ranks, and divides layers anew after each.
+        """
+        ranks = [stage.parts for stage in strategy.stages]
+        for _ in range(count):
+            self.work.spend(RANDOM_S + LOOKUP_S * len(ranks))
+            if (one := self.random.change(r, strategy)) is None:
+                continue
+            if (of_ranks or r.random() < DIVIDED) and (own := [stage.parts for stage in one.stages]) != ranks:
+                self.work.spend(DIVIDE_S)
+                one = self._divided(one, own, one.chunks)
+            elif of_ranks:
+                continue
+            yield one
 
     def _wander_from_best(self) -> None:
         assert self.fastest is not None

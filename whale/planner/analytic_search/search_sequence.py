@@ -37,6 +37,7 @@ MODES: tuple[tuple[int, Offload], ...] = (
 )  # fmt: skip
 # How many strategies are improved: at first, on parts of the cluster, and at last in the best searches.
 IMPROVED, IMPROVED_PART, IMPROVED_LAST = 3, 1, 8
+BEGUN, BEGUN_LAST = 8, 24  # from how many other places the best search is begun anew: early, and before it is widened
 ROUGHLY = 1.2  # candidates with another ZeRO level or context degree are tried up to this times the best step
 ABOUT = 1.1  # ... and improved up to this times the best candidate's step
 LEAST_TOKENS = 256  # least tokens of a row on each context-parallel rank
@@ -128,6 +129,7 @@ class _Sequence:
         self.found[0].refine()  # takes little, and the budget may end before a search goes on
         first, now = self.found[0], self._leave_idle_out()
         gone_on = [now, first] if now.machines is first.machines else [now]
+        now.begin_anew(BEGUN)
         now.go_on(IMPROVED)
         while self._convert_rows():
             pass
@@ -145,6 +147,7 @@ class _Sequence:
                 one.limits = replace(one.limits, faster_than_s=math.inf)
                 one.go_on(IMPROVED)
                 self._take_over(one)
+        self.found[0].begin_anew(BEGUN_LAST)
         for one in self.found[:GONE_ON]:
             one.widen(IMPROVED_LAST)
             self._take_over(one)
@@ -437,7 +440,9 @@ def _list_other_choices(
     tensors = {tensor for part in parts for tensor in model.tensor_degrees(part.pool)} - {part.tensor for part in parts}
     data, most = strategy.stages[0].replicas // strategy.context, min(model.count, machines.devices)
     near = dict.fromkeys((stages // 2, 2 * stages, stages - 1, stages + 1, 1))
-    replicas = (data // 2, 2 * data, *_next_to(data, divisors(batch)), 4 * data, data // 4)
+    pools = {part.pool for part in strategy.stages[0].parts}
+    whole = [n for pool in pools for n in machines.pools[pool].list_whole_hosts(strategy.tensor, data)]
+    replicas = (data // 2, 2 * data, *_next_to(data, divisors(batch)), *whole, 4 * data, data // 4)
     in_turn: list[list[tuple[str, int | Recompute]]] = [
         [("stages", n) for n in near if 0 < n <= most and n != stages],
         [("data", n) for n in dict.fromkeys(replicas) if n],
