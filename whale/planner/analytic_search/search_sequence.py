@@ -3,7 +3,7 @@
 The steps always come in the same order, and the budget only decides after which one the search ends: a larger budget
 never gives a slower plan, and a busy machine gives the same plan as an idle one.
 
-Decisions: 0077, 0158, 0172, 0187, 0194, 0195, 0209, 0211.
+Decisions: 0077, 0158, 0172, 0187, 0194, 0195, 0209, 0211, 0220.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ MODES: tuple[tuple[int, Offload], ...] = (
 )  # fmt: skip
 # How many strategies are improved: at first, on parts of the cluster, and at last in the best searches.
 IMPROVED, IMPROVED_PART, IMPROVED_LAST = 3, 1, 8
-BEGUN, BEGUN_LAST = 8, 24  # from how many other places the best search is begun anew: early, and before it is widened
+BEGUN, BEGUN_LAST = 4, 24  # from how many other places the best search is begun anew: early, and before it is widened
 ROUGHLY = 1.2  # candidates with another ZeRO level or context degree are tried up to this times the best step
 ABOUT = 1.1  # ... and improved up to this times the best candidate's step
 LEAST_TOKENS = 256  # least tokens of a row on each context-parallel rank
@@ -127,9 +127,11 @@ class _Sequence:
         if not self.found:
             return
         self.found[0].refine()  # takes little, and the budget may end before a search goes on
+        self.found[0].begin_anew(BEGUN)
         first, now = self.found[0], self._leave_idle_out()
         gone_on = [now, first] if now.machines is first.machines else [now]
-        now.begin_anew(BEGUN)
+        if now is not first:
+            now.begin_anew(BEGUN)
         now.go_on(IMPROVED)
         while self._convert_rows():
             pass
