@@ -341,6 +341,23 @@ def test_replicas_fill_whole_hosts_even_where_rows_do_not_divide_by_them() -> No
     assert [(DeviceGroup(0, 1, 4, 22), DeviceGroup(0, 1, 4, 21))] in changed
 
 
+def test_what_no_change_improves_is_improved_from_elsewhere() -> None:
+    """Finds a faster strategy several changes away from one at which single and random changes have ended."""
+    one = case(349)
+    model = one.model()
+    own = Search(model, model.machines, one.batch, Constraints())
+    own.begin(3)
+    own.refine()
+    assert own.fastest is not None
+    ended_s = own.fastest[1].step_s
+    own.refine()
+    assert own.fastest[1].step_s == ended_s
+    own.begin_anew(12, math.inf)
+    strategy, found = own.fastest
+    assert found.fits and found.step_s < 0.994 * ended_s
+    assert check(model, model.machines, strategy, one.batch) == []
+
+
 def test_experts_have_a_degree_of_their_own() -> None:
     """Between hosts an all-to-all is slow: each host has all experts, although more ranks could divide them."""
     where = cluster_file.parse(

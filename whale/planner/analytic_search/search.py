@@ -697,13 +697,20 @@ class Search(Families):
                 tried, since_s = 0, seconds
         return strategy, seconds
 
-    def begin_anew(self, times: int) -> None:
+    def begin_anew(self, times: int, part: float) -> None:
         """Improves strategies several random changes away from the best one, however much slower these are at first.
 
         Where devices are of several kinds, the changes that lead to a faster strategy one by one end in many different
         places, often a tenth apart; what few of them reach is found only from elsewhere.
+
+        Args:
+            times: how many such strategies.
+            part: none is begun once this part of all work so far was spent on them.
         """
+        until_s = (1 + part) * self.work.used_s
         for _ in range(times):
+            if self.work.used_s > until_s:
+                return
             assert self.fastest is not None
             (strategy, found), r = self.fastest, random.Random(self.shaken)
             best_s = seconds = found.step_s

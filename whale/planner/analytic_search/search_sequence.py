@@ -37,7 +37,9 @@ MODES: tuple[tuple[int, Offload], ...] = (
 )  # fmt: skip
 # How many strategies are improved: at first, on parts of the cluster, and at last in the best searches.
 IMPROVED, IMPROVED_PART, IMPROVED_LAST = 3, 1, 8
-BEGUN, BEGUN_LAST = 4, 24  # from how many other places the best search is begun anew: early, and before it is widened
+# From how many other places the best search is begun anew, and the most work of it as a part of all work before: early,
+# and before it is widened.
+BEGUN, BEGUN_LAST = (8, 0.2), (24, 0.5)
 ROUGHLY = 1.2  # candidates with another ZeRO level or context degree are tried up to this times the best step
 ABOUT = 1.1  # ... and improved up to this times the best candidate's step
 LEAST_TOKENS = 256  # least tokens of a row on each context-parallel rank
@@ -127,11 +129,11 @@ class _Sequence:
         if not self.found:
             return
         self.found[0].refine()  # takes little, and the budget may end before a search goes on
-        self.found[0].begin_anew(BEGUN)
+        self.found[0].begin_anew(*BEGUN)
         first, now = self.found[0], self._leave_idle_out()
         gone_on = [now, first] if now.machines is first.machines else [now]
         if now is not first:
-            now.begin_anew(BEGUN)
+            now.begin_anew(*BEGUN)
         now.go_on(IMPROVED)
         while self._convert_rows():
             pass
@@ -149,7 +151,7 @@ class _Sequence:
                 one.limits = replace(one.limits, faster_than_s=math.inf)
                 one.go_on(IMPROVED)
                 self._take_over(one)
-        self.found[0].begin_anew(BEGUN_LAST)
+        self.found[0].begin_anew(*BEGUN_LAST)
         for one in self.found[:GONE_ON]:
             one.widen(IMPROVED_LAST)
             self._take_over(one)
@@ -273,6 +275,7 @@ class _Sequence:
         model = best.model if own is best.machines else self.model.on(own)
         one = Search(model, own, self.batch, free, self.work, best.stage_costs if own is best.machines else None)
         one.listed_s = best.listed_s
+        self.searches.append(one)  # before it begins: what it has found counts, if the budget ends it
         if own is not best.machines:  # begin as a search on a cluster without these hosts does
             try:
                 one.begin(IMPROVED_PART)
@@ -282,10 +285,7 @@ class _Sequence:
         for _, strategy in known[:TAKEN_ALONG]:
             if all(part.pool in kept for stage in strategy.stages for part in stage.parts):
                 one.consider(_renumber_pools(strategy, kept))
-        if one.fastest is None:
-            return best
-        self.searches.append(one)
-        return one
+        return best if one.fastest is None else one
 
     def _rates(self) -> dict[tuple[str, float], float]:
         """Returns the most rows per second of one device, {(device name, share): rows/s}, from the searches on all
