@@ -4,7 +4,7 @@ If all ranks wrote into one folder, they would rename and remove each other's fi
 they read what it wrote, as with Keras' models. Scripts written for ``tf.distribute`` (``wh.Strategy``) give each rank
 another path; then one rank writes at each path.
 
-Decisions: 0147, 0215.
+Decisions: 0147, 0213.
 """
 
 from __future__ import annotations

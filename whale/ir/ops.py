@@ -211,3 +211,16 @@ CROSS_ENTROPIES = _split_names(
 # Dimensions (operand 1) are reduced away.
 FOLDS = _split_names("Sum Prod Max Min")  # without elements these yield their identity; a mean without elements is NaN
 REDUCTIONS = FOLDS | _split_names("Mean All Any")
+# Rows are written, or added, to a tensor (operand 0) at positions (operand 1).
+TENSOR_SCATTERS = _split_names(
+    "TensorScatterAdd TensorScatterMax TensorScatterMin TensorScatterSub TensorScatterUpdate"
+)
+# Its kernel fails, or leaves results unwritten, where an operand has no elements.
+NEEDS_ELEMENTS = TENSOR_SCATTERS | _split_names(
+    "BandedTriangularSolve Bincount BlockLSTMGrad Conv Conv2D Conv2DBackpropFilter Conv2DBackpropFilterV2 "
+    "Conv2DBackpropInput Conv2DBackpropInputV2 Conv3D Conv3DBackpropFilter Conv3DBackpropFilterV2 Conv3DBackpropInput "
+    "Conv3DBackpropInputV2 DenseBincount DepthwiseConv2dNative DepthwiseConv2dNativeBackpropFilter "
+    "DepthwiseConv2dNativeBackpropInput GatherNd LSTMBlockCell MaxPoolWithArgmax MirrorPad MirrorPadGrad ResizeArea "
+    "ResizeBicubic ResizeBilinear ResizeNearestNeighbor Reverse ScaleAndTranslate ScatterNd ScatterNdNonAliasingAdd "
+    "SparseSegmentSumGrad UnravelIndex"
+)

@@ -10,7 +10,7 @@
 * ``order_updates_last``: updates wait for all communication of a step, so that a rank takes a step completely, or
   changes nothing.
 
-Decisions: 0088, 0177, 0218.
+Decisions: 0088, 0177, 0212.
 """
 
 from __future__ import annotations

@@ -16,6 +16,7 @@ import numpy as np
 
 from whale.errors import RuleError
 from whale.ir.layout import B, Partial, Placement, Shard, is_in_runs, local_shape
+from whale.ir.ops import NEEDS_ELEMENTS
 from whale.ir.values import Dims, TensorType, find_numpy_dtype
 from whale.sharding_rules import embedding
 from whale.sharding_rules.base import UNCHANGED, Local, OpView, Strategy
@@ -275,19 +276,6 @@ def _can_be(partial: Placement, dtype: str) -> bool:
     return not (dtype.startswith("complex") and partial.op in ("max", "min"))
 
 
-# Kernels that fail, or leave results unwritten, where an operand has no elements. A rank with an empty share gets
-# constants in place of what they make (`empty.py`), unless their sizes are unknown until the run.
-_NEED_ELEMENTS = frozenset(
-    "BandedTriangularSolve Bincount BlockLSTMGrad Conv Conv2D Conv2DBackpropFilter Conv2DBackpropFilterV2 "
-    "Conv2DBackpropInput Conv2DBackpropInputV2 Conv3D Conv3DBackpropFilter Conv3DBackpropFilterV2 Conv3DBackpropInput "
-    "Conv3DBackpropInputV2 DenseBincount DepthwiseConv2dNative DepthwiseConv2dNativeBackpropFilter "
-    "DepthwiseConv2dNativeBackpropInput GatherNd LSTMBlockCell MaxPoolWithArgmax MirrorPad MirrorPadGrad ResizeArea "
-    "ResizeBicubic ResizeBilinear ResizeNearestNeighbor Reverse ScaleAndTranslate ScatterNd ScatterNdNonAliasingAdd "
-    "SparseSegmentSumGrad TensorScatterAdd TensorScatterMax TensorScatterMin TensorScatterSub TensorScatterUpdate "
-    "UnravelIndex".split()
-)
-
-
 def _has_empty_share(placement: Placement) -> bool:
     return isinstance(placement, Shard) and placement.smallest == 0
 
@@ -319,7 +307,7 @@ def _list_strategies(
     found = [s for s in found if all(_can_be(p, t.dtype) for p, t in zip(s.inputs + s.outputs, types))]
     parsed = parse(line)
     found = [s for s in found if can_localize(parsed, inputs, outputs, s)]
-    if rule.op in _NEED_ELEMENTS and not all(t.is_static for t in outputs):
+    if rule.op in NEEDS_ELEMENTS and not all(t.is_static for t in outputs):
         found = [s for s in found if not any(map(_has_empty_share, s.inputs + s.outputs))]
     found.append(Strategy((B,) * len(inputs), (B,) * len(outputs), "replicated"))
     return tuple(found)

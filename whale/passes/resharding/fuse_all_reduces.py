@@ -19,7 +19,7 @@ many tensors, each sharded in another way, would have no rule. In a rank's progr
 not matter. The depth follows from the program that all ranks together run: in that of a rank without rows, a sum to
 which it gives zeros depends on nothing.
 
-Decisions: 0076, 0218.
+Decisions: 0076, 0212.
 """
 
 from __future__ import annotations

@@ -16,17 +16,12 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from whale.ir.ops import VIEWS
+from whale.ir.ops import TENSOR_SCATTERS, VIEWS
 from whale.ir.program import Node, Program, Ref
 from whale.ir.values import require_static_shape
 
 # Op type -> the operand that holds indices of several columns.
-_ADDRESSED = {
-    "GatherNd": 1,
-    "ScatterNd": 0,
-    **dict.fromkeys(("TensorScatterAdd", "TensorScatterSub", "TensorScatterUpdate"), 1),
-    **dict.fromkeys(("TensorScatterMax", "TensorScatterMin"), 1),
-}
+_ADDRESSED = {"GatherNd": 1, "ScatterNd": 0, **dict.fromkeys(TENSOR_SCATTERS, 1)}
 _MOST_ELEMENTS = 1 << 22
 _SEGMENTS = frozenset({"UnsortedSegmentSum", "UnsortedSegmentMax", "UnsortedSegmentMin", "UnsortedSegmentProd"})
 
