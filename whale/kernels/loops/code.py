@@ -16,8 +16,8 @@ import numpy as np
 
 from whale.ir.ops import IDENTITIES
 from whale.ir.program import Node, Program, Ref
-from whale.ir.values import TensorType, require_static_shape
-from whale.kernels.loops.turns import NotFollowed, find_root
+from whale.ir.values import TensorType
+from whale.kernels.loops.turns import NotFollowed, find_root, require_sizes
 
 # Loops with larger products are not replaced: TensorFlow's kernels work in blocks on what does not fit into a cache.
 MOST_ROWS, MOST_PRODUCTS = 256, 1 << 26
@@ -133,7 +133,7 @@ def find_strides(shape: Sequence[int]) -> tuple[int, ...]:
 
 def make_view(buffer: str, number: int, t: TensorType) -> View:
     """Returns the view of a whole buffer that holds a tensor of type ``t``."""
-    shape = require_static_shape(t)
+    shape = require_sizes(t)
     return View(buffer, number, shape, find_strides(shape))
 
 
@@ -223,7 +223,7 @@ class TurnCode:
         Raises:
           NotFollowed: there are no instructions for the node.
         """
-        shape = require_static_shape(node.outputs[0])
+        shape = require_sizes(node.outputs[0])
         if 0 in shape:
             raise NotFollowed("an iteration of the loop computes a tensor without elements")
         if node.op in _VIEWS or node.op in IDENTITIES or (node.op == "Cast" and to is None):
@@ -372,7 +372,7 @@ class TurnCode:
         """
         op = node.op
         given = self.view(node.inputs[1 if op == "Split" else 0])
-        shapes = [require_static_shape(t) for t in node.outputs]
+        shapes = [require_sizes(t) for t in node.outputs]
         if given.buffer == NUMBER and op not in IDENTITIES and op != "Cast":
             return [replace(given, shape=shape, strides=(0,) * len(shape)) for shape in shapes]
         if op in IDENTITIES or op == "Cast":

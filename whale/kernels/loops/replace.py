@@ -19,7 +19,7 @@ import numpy as np
 from cost_model.kernels.loop_counts import evaluate, find_function, find_turns
 from whale.ir.ops import LOOPS
 from whale.ir.program import Node, Program, Ref, find_called_functions, remove_unread, rewire
-from whale.ir.values import DType, TensorType, require_static_shape
+from whale.ir.values import DType, TensorType
 from whale.kernels.loops.rewrite import LoopRewrite
 from whale.kernels.loops.stacked import GraphNodes
 from whale.kernels.loops.turns import (
@@ -35,6 +35,7 @@ from whale.kernels.loops.turns import (
     follow_turns,
     is_zero,
     makes_list,
+    require_sizes,
 )
 from whale.kernels.xla import find_compiled
 
@@ -186,7 +187,7 @@ class _Replacement:
             self.moved[Ref(node.name)] = g.const(np.array(len(self._items(node.inputs[0])), np.int32))
         elif node.op == "TensorListGetItem" and node.inputs[1] in self.numbers:
             item = self._settle(node.inputs[0])[self.numbers[node.inputs[1]]]
-            shape = require_static_shape(node.outputs[0])
+            shape = require_sizes(node.outputs[0])
             self.moved[Ref(node.name)] = g.reshape(g.stack((item,), node.outputs[0]), shape)
         else:
             for ref in given:
@@ -206,7 +207,7 @@ class _Replacement:
     def _make_list(self, g: GraphNodes, ref: Ref) -> Ref:
         whole = g.stack(self._settle(ref), None)
         t = g.type_of(whole)
-        shape = g.const(np.array(require_static_shape(t)[1:], np.int32))
+        shape = g.const(np.array(require_sizes(t)[1:], np.int32))
         attrs = {"element_dtype": DType(t.dtype), "shape_type": DType("int32")}
         return g.add("TensorListFromTensor", (whole, shape), "variant", (), **attrs)
 

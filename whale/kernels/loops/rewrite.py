@@ -12,7 +12,7 @@ import numpy as np
 
 from whale.ir.ops import FUSED_LOOP, IDENTITIES, MATMULS
 from whale.ir.program import COMPILED, Node, Program, Ref, iterate_function_refs
-from whale.ir.values import DType, Shape, TensorType, count_item_bytes, find_numpy_dtype, require_static_shape
+from whale.ir.values import DType, Shape, TensorType, count_item_bytes, find_numpy_dtype
 from whale.kernels.loops.code import (
     NEXT,
     NUMBER,
@@ -40,6 +40,7 @@ from whale.kernels.loops.turns import (
     find_root,
     is_zero,
     makes_list,
+    require_sizes,
 )
 
 _DTYPES = ("float32", "float64")
@@ -295,7 +296,7 @@ class LoopRewrite:
             elif isinstance(item, Whole):
                 found = item.ref
             else:
-                found = self.g.zeros(t.dtype, require_static_shape(t))
+                found = self.g.zeros(t.dtype, require_sizes(t))
         else:
             inputs = tuple([self.find_same(one) for one in node.inputs])
             controls: tuple[str, ...] = ()
@@ -379,7 +380,7 @@ class LoopRewrite:
             )
         number = self.stacked.setdefault(ref, len(self.stacked))
         result = Ref(self.name, -1 - number)  # a placeholder: result numbers are known once all states are
-        self.g.types[result] = TensorType(self.find_dtype(), (self.turns.count, *require_static_shape(t)))
+        self.g.types[result] = TensorType(self.find_dtype(), (self.turns.count, *require_sizes(t)))
         return self.g.cast(result, t.dtype)
 
     def find_results(self) -> dict[Ref, Ref]:
@@ -501,7 +502,7 @@ class LoopRewrite:
             if found is not None:
                 return found
         if node.op == "Reshape" and self._can_sum(node.inputs[0]):
-            return self.g.reshape(self._sum(node.inputs[0]), require_static_shape(node.outputs[0]))
+            return self.g.reshape(self._sum(node.inputs[0]), require_sizes(node.outputs[0]))
         if node.op == "AddN" and all(map(self._can_sum, node.inputs)):
             total = self._sum(node.inputs[0])
             for one in node.inputs[1:]:
@@ -510,7 +511,7 @@ class LoopRewrite:
         summed = _find_summed_rows(self.body, node)
         if summed is not None and self.kind_of(node.inputs[0]) is not _Kind.SAME:
             whole = self.g.sum(self.find_stacked(node.inputs[0]), (0, *[axis + 1 for axis in summed]))
-            return self.g.reshape(whole, require_static_shape(node.outputs[0]))
+            return self.g.reshape(whole, require_sizes(node.outputs[0]))
         return self.g.sum(self.find_stacked(ref), (0,))
 
     def add_sums(self) -> dict[int, Ref]:

@@ -13,8 +13,8 @@ import numpy as np
 from whale.ir.marks import NO_MARKS, Marks
 from whale.ir.ops import IDENTITIES
 from whale.ir.program import Node, Program, Ref, make_const
-from whale.ir.values import DType, TensorType, find_numpy_dtype, require_static_shape
-from whale.kernels.loops.turns import Item, Items, NotFollowed, Row, Whole, Zeros
+from whale.ir.values import DType, TensorType, find_numpy_dtype
+from whale.kernels.loops.turns import Item, Items, NotFollowed, Row, Whole, Zeros, require_sizes
 
 _ON_ELEMENTS = IDENTITIES | frozenset(
     """Neg Abs Sign Square Sqrt Rsqrt Reciprocal Inv Exp Log Log1p Expm1 Tanh Sigmoid Relu Relu6 Elu Selu Softplus
@@ -92,7 +92,7 @@ class GraphNodes:
     def sum(self, ref: Ref, axes: Sequence[int]) -> Ref:
         """Returns the tensor summed over dimensions ``axes``, which are removed."""
         t = self.type_of(ref)
-        shape = [n for i, n in enumerate(require_static_shape(t)) if i not in axes]
+        shape = [n for i, n in enumerate(require_sizes(t)) if i not in axes]
         over = self.const(np.array(axes, np.int32))
         return self.add("Sum", (ref, over), t.dtype, shape, T=DType(t.dtype), Tidx=DType("int32"), keep_dims=False)
 
@@ -103,7 +103,7 @@ class GraphNodes:
           turn_left, turn_right: whether the operand is transposed.
         """
         t = self.type_of(left)
-        a, b = require_static_shape(t), require_static_shape(self.type_of(right))
+        a, b = require_sizes(t), require_sizes(self.type_of(right))
         shape = (a[1] if turn_left else a[0], b[0] if turn_right else b[1])
         attrs = {"T": DType(t.dtype), "transpose_a": turn_left, "transpose_b": turn_right}
         return self.add("MatMul", (left, right), t.dtype, shape, **attrs)
@@ -111,7 +111,7 @@ class GraphNodes:
     def plus(self, a: Ref, b: Ref) -> Ref:
         """Returns the sum of two tensors of the same shape."""
         t = self.type_of(a)
-        return self.add("AddV2", (a, b), t.dtype, require_static_shape(t), T=DType(t.dtype))
+        return self.add("AddV2", (a, b), t.dtype, require_sizes(t), T=DType(t.dtype))
 
     def cast(self, ref: Ref, dtype: str) -> Ref:
         """Returns the tensor cast to ``dtype``; the tensor itself if it has that dtype."""
@@ -119,7 +119,7 @@ class GraphNodes:
         if t.dtype == dtype:
             return ref
         attrs = {"SrcT": DType(t.dtype), "DstT": DType(dtype), "Truncate": False}
-        return self.add("Cast", (ref,), dtype, require_static_shape(t), **attrs)
+        return self.add("Cast", (ref,), dtype, require_sizes(t), **attrs)
 
     def zeros(self, dtype: str, shape: Sequence[int]) -> Ref:
         """Returns a tensor of zeros."""
@@ -130,7 +130,7 @@ class GraphNodes:
     def rows(self, ref: Ref, first: int, count: int) -> Ref:
         """Returns ``count`` rows of a tensor, from row ``first`` on."""
         t = self.type_of(ref)
-        shape = require_static_shape(t)
+        shape = require_sizes(t)
         if (first, count) == (0, shape[0]):
             return ref
         begin, size = ([at, *[rest] * (len(shape) - 1)] for at, rest in ((first, 0), (count, -1)))
@@ -141,9 +141,7 @@ class GraphNodes:
         """Returns the tensor with its rows in reverse order."""
         t = self.type_of(ref)
         axes = self.const(np.array([0], np.int32))
-        return self.add(
-            "ReverseV2", (ref, axes), t.dtype, require_static_shape(t), T=DType(t.dtype), Tidx=DType("int32")
-        )
+        return self.add("ReverseV2", (ref, axes), t.dtype, require_sizes(t), T=DType(t.dtype), Tidx=DType("int32"))
 
     def stack(self, items: Items, kind: TensorType | None) -> Ref:
         """Returns a tensor whose rows are the items of a list.
@@ -155,7 +153,7 @@ class GraphNodes:
           NotFollowed: an item is no tensor of the graph, the list is empty, or its type is unknown.
         """
         kind = kind if kind is not None and kind.is_static else self._find_item_type(items)
-        shape = require_static_shape(kind)
+        shape = require_sizes(kind)
         parts: list[Ref] = []
         for run in _find_runs(items):
             first = run[0]
@@ -184,7 +182,7 @@ class GraphNodes:
         for item in items:
             if isinstance(item, Row):
                 t = self.type_of(item.ref)
-                return TensorType(t.dtype, require_static_shape(t)[1:])
+                return TensorType(t.dtype, require_sizes(t)[1:])
             if isinstance(item, Whole):
                 return self.type_of(item.ref)
         raise NotFollowed("the shape of the items of a list that is to be stacked is unknown")
@@ -280,7 +278,7 @@ def stack_node(g: GraphNodes, body: Program, node: Node, operands: Sequence[Oper
       turns: number of iterations.
     """
     op, out = node.op, node.outputs[0]
-    shape = (turns, *require_static_shape(out))
+    shape = (turns, *require_sizes(out))
     kinds = [body.find_type(ref) for ref in node.inputs]
 
     def as_node(*refs: Ref, of: str = op, **attrs: Any) -> Ref:
@@ -291,7 +289,7 @@ def stack_node(g: GraphNodes, body: Program, node: Node, operands: Sequence[Oper
         """Returns operand ``number`` reshaped so that it broadcasts: sizes of 1 are inserted after the dimension of the
         iterations until the operand has the rank of the result.
         """
-        one, own = operands[number], require_static_shape(kinds[number])
+        one, own = operands[number], require_sizes(kinds[number])
         missing = len(shape) - 1 - len(own)
         return g.reshape(one.ref, (turns, *(1,) * missing, *own)) if one.stacked and missing else one.ref
 
@@ -339,7 +337,7 @@ def _stack_product(
     left, right = operands
     turned = bool(node.attrs.get("transpose_a")), bool(node.attrs.get("transpose_b"))
     if left.stacked and not right.stacked and not turned[0]:
-        flat = g.reshape(left.ref, (shape[0] * shape[1], require_static_shape(kinds[0])[1]))
+        flat = g.reshape(left.ref, (shape[0] * shape[1], require_sizes(kinds[0])[1]))
         return g.reshape(g.matmul(flat, right.ref, turn_right=turned[1]), shape)
     attrs = {"T": DType(node.outputs[0].dtype), "adj_x": turned[0], "adj_y": turned[1]}
     return g.add("BatchMatMulV2", (left.ref, right.ref), node.outputs[0].dtype, shape, **attrs)
@@ -360,6 +358,6 @@ def sum_product(g: GraphNodes, node: Node, operands: Sequence[Operand]) -> Ref |
         return None
     flat = []
     for one in operands:
-        shape = require_static_shape(g.type_of(one.ref))
+        shape = require_sizes(g.type_of(one.ref))
         flat.append(g.reshape(one.ref, (prod(shape[:-1]), shape[-1])))
     return g.matmul(flat[0], flat[1], turn_left=True)

@@ -14,12 +14,24 @@ from typing import NamedTuple
 from cost_model.kernels.loop_counts import evaluate
 from whale.ir.ops import IDENTITIES, LISTS
 from whale.ir.program import Node, Program, Ref
+from whale.ir.values import TensorType, require_static_shape
 
 MOST_TURNS = 2048  # longer loops stay: following copies all lists in each iteration
 
 
 class NotFollowed(Exception):
     """Raised, with the reason, if a loop or a list cannot be followed; the loop then stays as it is."""
+
+
+def require_sizes(t: TensorType) -> tuple[int, ...]:
+    """Returns the shape of a tensor that takes the place of what a loop computes.
+
+    Raises:
+      NotFollowed: only the run knows one of its sizes.
+    """
+    if not t.is_static:
+        raise NotFollowed(f"only the run knows a size of {t}")
+    return require_static_shape(t)
 
 
 class Row(NamedTuple):
