@@ -146,9 +146,9 @@ class GraphState:
                 found[placement] = None
             if type(wanted) is not Shard:
                 found.update(dict.fromkeys(self.origins.get(ref, ())))
-        splits = tuple(s for s in found if s.extent > 1)[:_MOST_ORIGINS]
-        if not splits:
+        if not found:
             return
+        splits = tuple(found)[:_MOST_ORIGINS]
         for ref, out, placement in zip(node.list_refs(), node.outputs, chosen.outputs):
             if type(placement) is Shard:
                 continue
@@ -157,7 +157,7 @@ class GraphState:
             if out.dtype in UNMOVABLE or not out.is_static or not out.shape:
                 continue
             for s in splits:
-                dims = [d for d in (s.dim, 0) if d < len(out.shape) and out.shape[d] == s.extent]
+                dims = [d for d in (s.dim, 0) if d < len(out.shape) and out.shape[d] == s.extent > 1]
                 if dims and type(placement) is Partial:
                     self.origins[ref] = splits  # a scatter-add of rows into a tensor with the batch's rows
                 elif dims:
