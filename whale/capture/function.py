@@ -34,6 +34,7 @@ from whale.capture.created import CreatedVariables, make_creation_error
 from whale.capture.gradients import order_custom_gradients, scope_gradients
 from whale.capture.graph import Names, name_captures, read_graph
 from whale.capture.loss_scaling import LossScale, scale_losses
+from whale.capture.open_sizes import note_open_shapes
 from whale.capture.sharded import IteratorReads
 from whale.capture.signature import flatten_arguments, read_tracing_options
 from whale.errors import CaptureError, WhaleError
@@ -70,6 +71,7 @@ def trace_function(
     creator: Callable[..., Any] | None = None,
     around: Callable[[], AbstractContextManager[None]] = nullcontext,
     shapes: Sequence[Dims | None] | None = None,
+    open_shapes: Sequence[Dims] = (),
 ) -> Trace:
     """Traces ``fn(*args, **kwargs)`` as tf.function would, for exactly the shapes of these arguments.
 
@@ -91,6 +93,7 @@ def trace_function(
         ``fn`` creates variables, it runs several times.
       shapes: shapes of the tensors among the arguments, in flat order, with None for sizes that the trace must not
         know. None: the shapes of the arguments.
+      open_shapes: the shapes that these tensors would have in the trace of one process, if it knows fewer sizes.
 
     Raises:
       CaptureError: the shape of an argument is not fully known, a created variable has no initial value that Whale can
@@ -116,6 +119,7 @@ def trace_function(
         created.begin()
         if drawing is not None:
             drawing.enter()
+        note_open_shapes(tensors, open_shapes)
         positional, keywords = arguments.rebuild(tensors)
         # TensorFlow calls creators by descending priority: the user's own (100), this one, tf.function's (50).
         with around(), tf.compat.v1.get_default_graph()._variable_creator_scope(created.create, priority=60):

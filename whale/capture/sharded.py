@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 import tensorflow as tf
 from tensorflow.python.data.ops import iterator_ops
 
+from whale.capture.open_sizes import note_open_shapes
 from whale.errors import ProgramError
 
 # The object that draws the batches of the step that is being traced.
@@ -197,4 +198,6 @@ class IteratorReads:
         leaves = tf.nest.flatten(batch, expand_composites=True)
         made = [tf.compat.v1.placeholder(t.dtype, t.shape, f"batch_{number}_{i}") for i, t in enumerate(leaves)]
         self.inputs += made
+        specs = tf.nest.flatten(getattr(iterator, "element_spec", ()), expand_composites=True)
+        note_open_shapes(made, [getattr(spec, "shape", None) for spec in specs])
         return tf.nest.pack_sequence_as(batch, made, expand_composites=True)

@@ -108,6 +108,7 @@ def flatten_arguments(
     kwargs: Mapping[str, Any],
     signature: Sequence[Any] | None = None,
     draws: bool = False,
+    is_open: bool = False,
 ) -> Arguments:
     """Splits the arguments of ``fn(*args, **kwargs)`` into tensors and other Python values.
 
@@ -118,6 +119,7 @@ def flatten_arguments(
       signature: the input_signature of a tf.function. Arguments that it covers are first converted to tensors of its
         dtypes. Where it leaves a size open, the argument's size is taken.
       draws: True if batches are drawn from iterators among the arguments; such an iterator is kept as a Python value.
+      is_open: True if shapes need not be fully known.
 
     Raises:
       CaptureError: a tensor's shape is not fully known, ``fn`` does not take such arguments, or an argument does not
@@ -149,7 +151,7 @@ def flatten_arguments(
             key.append(("variable", id(leaf)))
         elif isinstance(leaf, _TENSORS):
             leaves.append(_Slot(len(tensors), 1))
-            tensors.append(_check_static(leaf, path))
+            tensors.append(leaf if is_open else _check_static(leaf, path))
             labels.append(path)
             key.append(_make_tensor_key(leaf))
         elif draws and is_iterator(leaf):
@@ -158,7 +160,7 @@ def flatten_arguments(
         elif isinstance(leaf, tf.__internal__.CompositeTensor):
             parts = tf.nest.flatten(leaf, expand_composites=True)
             leaves.append(_Slot(len(tensors), len(parts), leaf))
-            tensors.extend(_check_static(p, path) for p in parts)
+            tensors.extend(p if is_open else _check_static(p, path) for p in parts)
             labels.extend(f"{path}_{i}" for i in range(len(parts)))
             key.append((tf.type_spec_from_value(leaf), *map(_make_tensor_key, parts)))
         else:

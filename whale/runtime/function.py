@@ -24,7 +24,7 @@ import functools
 import inspect
 import sys
 import weakref
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, overload
 
@@ -35,6 +35,7 @@ from tensorflow.python.eager.polymorphic_function import polymorphic_function
 from tensorflow.python.eager.polymorphic_function.concrete_function import ConcreteFunction
 
 import whale_ops
+from whale.capture.open_sizes import find_open_shape
 from whale.capture.sharded import IteratorReads
 from whale.capture.signature import Arguments, describe_arguments, flatten_arguments, read_tracing_options
 from whale.distributed.stream_positions import DRAWN_APART, gather_streams
@@ -223,11 +224,8 @@ class Function(polymorphic_function.Function, Generic[P, R]):  # type: ignore[mi
         return max(len(self._function_cache), len({id(shared) for shared, _, _ in self._called.values()}))
 
     def _get_concrete_function_garbage_collected(self, *args: Any, **kwargs: Any) -> Any:
-        shared = self._find_shared_trace(args, kwargs)
-        with captures_steps(nested=True), nullcontext() if shared is None else shared.trace_with_seed():
+        with captures_steps(nested=True), self._trace_as_one_process(args, kwargs):
             found = super()._get_concrete_function_garbage_collected(*args, **kwargs)
-        if shared is not None:
-            shared.note_traced()
         _route_calls_to_step(found, self, args, kwargs)
         return found
 
@@ -237,26 +235,39 @@ class Function(polymorphic_function.Function, Generic[P, R]):  # type: ignore[mi
             self.get_concrete_function(*args, **kwargs)
         return super()._list_all_concrete_functions()
 
+    @contextlib.contextmanager
+    def _trace_as_one_process(self, args: Any, kwargs: Any) -> Iterator[None]:
+        """Traces the function inside of this context with what the trace found that one process would use, or makes
+        this one the trace that later ones follow.
+        """
+        shared = self._find_shared_trace(args, kwargs)
+        with nullcontext() if shared is None else shared.trace_with_seed():
+            yield
+        if shared is not None:
+            shared.note_traced()
+
     def _find_shared_trace(self, args: Any, kwargs: Any) -> SharedTrace | None:
-        """Returns the trace that a tf.function in one process would use for these arguments; None: some argument's size
-        or rank is unknown, which no argument of a call is.
+        """Returns the trace that a tf.function in one process would use for these arguments; None: some argument's rank
+        is unknown, or the arguments do not fit the function.
         """
         signature = self._options.get("input_signature")
         if signature is not None and not args and not kwargs:
             args = tf.nest.map_structure(_with_sizes, tuple(signature))
         try:
-            arguments = self._take_apart(args, kwargs)
+            arguments = self._take_apart(args, kwargs, is_open=True)
         except (CaptureError, ValueError):  # of unknown rank
             return None
         known = self._called.get(arguments.key)
-        return self._traces.find(arguments) if known is None else known[0]
+        shapes = list(map(find_open_shape, arguments.tensors))
+        return self._traces.find(arguments, shapes) if known is None or not tf.executing_eagerly() else known[0]
 
     def _note_called(self, arguments: Arguments, shared: SharedTrace, args: Any, kwargs: Any) -> None:
         if arguments.key not in self._called:
             self._called[arguments.key] = shared, *describe_arguments(args, kwargs)
 
-    def _take_apart(self, args: Any, kwargs: Any, draws: bool = True) -> Arguments:
-        return flatten_arguments(self._python_function, args, kwargs, self._options.get("input_signature"), draws)
+    def _take_apart(self, args: Any, kwargs: Any, draws: bool = True, is_open: bool = False) -> Arguments:
+        signature = self._options.get("input_signature")
+        return flatten_arguments(self._python_function, args, kwargs, signature, draws, is_open)
 
     def _find_step(
         self, args: Any, kwargs: Any, context: Context, shares: bool = False
@@ -368,7 +379,8 @@ class Function(polymorphic_function.Function, Generic[P, R]):  # type: ignore[mi
           ProgramError: the graph is that of a tf.function around the step.
         """
         if are_steps_nested() or (not capturing.get() and _is_graph_without_steps()):
-            return polymorphic_function.Function.__call__(self, *args, **kwargs)
+            with self._trace_as_one_process(args, kwargs):
+                return polymorphic_function.Function.__call__(self, *args, **kwargs)
         if not capturing.get():
             raise ProgramError(
                 "a step of wh.function is called while TensorFlow builds a graph that Whale does not see",
@@ -384,12 +396,8 @@ class Function(polymorphic_function.Function, Generic[P, R]):  # type: ignore[mi
         """Calls the step's function in the graph of another step, with the random numbers that it would draw in a graph
         of its own.
         """
-        shared = self._find_shared_trace(args, kwargs)
-        with number_operations_anew(), nullcontext() if shared is None else shared.trace_with_seed():
-            found = self._inside(*args, **kwargs)
-        if shared is not None:
-            shared.note_traced()
-        return found
+        with number_operations_anew(), self._trace_as_one_process(args, kwargs):
+            return self._inside(*args, **kwargs)
 
 
 def _with_sizes(spec: Any) -> Any:

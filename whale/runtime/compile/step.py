@@ -204,6 +204,7 @@ def _compile(
                 creator=make_trace_creator(context.should_defer),
                 around=shared.trace_with_seed,
                 shapes=shapes,
+                open_shapes=shared.list_open_shapes(arguments.tensors),
             )
         shared.note_traced()
         return found

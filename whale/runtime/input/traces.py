@@ -60,12 +60,14 @@ class Relaxed:
 
     Attributes:
       without_sizes: keys, as ``trace`` returns them, of the traces that do not know all sizes of their arguments.
+      shapes: by key of such a trace, those of its inputs.
     """
 
     def __init__(self) -> None:
         self._made: dict[Hashable, Any] = {}
         self._known: dict[Hashable, Hashable] = {}
         self.without_sizes: set[Hashable] = set()  # traces that do not know all of them
+        self.shapes: dict[Hashable, list[tf.TensorShape]] = {}
 
     def trace(self, kind: Hashable, specs: Sequence[Any]) -> Hashable:
         """Returns a key of the trace that TensorFlow would use for arguments of these types.
@@ -85,6 +87,7 @@ class Relaxed:
             self._known[key] = kind, id(graph)
             if not all(one.shape.is_fully_defined() for one in graph.inputs if one.dtype != tf.resource):
                 self.without_sizes.add(self._known[key])
+                self.shapes[self._known[key]] = [one.shape for one in graph.inputs]
         return self._known[key]
 
 
@@ -104,14 +107,16 @@ class SharedTrace:
     Args:
       step: the function that is traced.
       has_sizes: whether TensorFlow's trace would know all sizes of its arguments.
+      shapes: of the tensors among these, with None for sizes that the trace would not know; None: not known.
 
     Attributes:
       streams: prefix of the names of the random streams.
       sizes: the sizes with which the trace was called.
     """
 
-    def __init__(self, step: Callable[..., Any], has_sizes: bool = True) -> None:
+    def __init__(self, step: Callable[..., Any], has_sizes: bool = True, shapes: Sequence[Any] | None = None) -> None:
         self.streams, self.sizes = new_streams(), SizesOfTrace()
+        self._shapes = shapes
         self._apart = "" if has_sizes else self.streams
         self._step, self._values = step, PythonValues(None)
         self._has_created = False  # variables, in its latest run
@@ -125,6 +130,14 @@ class SharedTrace:
         (``once_in_a_trace``).
         """
         self._is_known = True
+
+    def list_open_shapes(self, tensors: Sequence[Any]) -> list[Dims]:
+        """Returns the shapes that TensorFlow's trace would know of a call's tensors; empty: it would know all sizes."""
+        if not self._apart:
+            return []
+        if self._shapes is not None and len(self._shapes) == len(tensors):
+            return [tuple(tf.TensorShape(shape).as_list()) for shape in self._shapes]
+        return [(None, *t.shape[1:]) if len(t.shape) else () for t in tensors]  # of Keras: the rows of a batch
 
     @contextmanager
     def trace_with_seed(self) -> Iterator[None]:
@@ -237,16 +250,35 @@ class Traces:
         self._any_shape = one or getattr(step, "input_signature", None) is not None
         self._relaxed = Relaxed() if getattr(step, "_reduce_retracing", False) else None
         self._known: dict[Hashable, SharedTrace] = {}
+        self._open: list[Any] = []  # keys of traces that do not know all sizes
         self._step, self._one_has_sizes = step, has_sizes
 
-    def find(self, arguments: Arguments) -> SharedTrace:
-        """Returns the trace that one process would use for a call with these arguments; creates it if there is none."""
-        trace = self._key(arguments)
+    def find(self, arguments: Arguments, shapes: Sequence[tf.TensorShape] | None = None) -> SharedTrace:
+        """Returns the trace that one process would use for a call with these arguments; creates it if there is none.
+
+        Args:
+          shapes: of the arguments' tensors, as one process knows them; None: those of the arguments.
+        """
+        trace = self._key(arguments, shapes)
         if trace not in self._known:
-            self._known[trace] = SharedTrace(self._step, self._has_sizes(trace))
+            self._known[trace] = SharedTrace(self._step, self._has_sizes(trace), self._list_shapes(trace))
+            if _is_open(trace):
+                self._open.append(trace)
         return self._known[trace]
 
+    def _list_shapes(self, trace: Any) -> Sequence[Any] | None:
+        """Returns the shapes of tensors in a trace that does not know all of their sizes, where they are known."""
+        signature = getattr(self._step, "input_signature", None)
+        if signature is not None:
+            flat = tf.nest.flatten(signature, expand_composites=True)
+            return [getattr(spec, "shape", None) for spec in flat]
+        if self._relaxed is not None and trace in self._relaxed.without_sizes:
+            return self._relaxed.shapes[trace]
+        return [one[2] for one in trace if _is_tensor(one)] if _is_open(trace) else None
+
     def _has_sizes(self, trace: Hashable) -> bool:
+        if _is_open(trace):
+            return False
         signature = getattr(self._step, "input_signature", None)
         if signature is not None:
             specs = tf.nest.flatten(signature, expand_composites=True)
@@ -259,15 +291,30 @@ class Traces:
         """
         self._known.pop(self._key(arguments), None)
 
-    def _key(self, arguments: Arguments) -> Hashable:
+    def _key(self, arguments: Arguments, shapes: Sequence[tf.TensorShape] | None = None) -> Hashable:
         parts: list[Any] = [self._kind(one) for one in arguments.key]  # type: ignore[attr-defined]
+        if shapes is not None and not self._any_shape and len(shapes) == sum(map(_is_tensor, parts)):
+            rest = iter(shapes)
+            parts = [(*one[:2], _list_sizes(next(rest))) if _is_tensor(one) else one for one in parts]
         trace: Hashable = tuple(parts)
         if self._relaxed is not None and not self._any_shape:
             fixed = tuple([one[:2] if _is_tensor(one) else one for one in parts])
             shapes = [one[2] for one in parts if _is_tensor(one)]
             dtypes = [one[1] for one in parts if _is_tensor(one)]
             trace = self._relaxed.trace(fixed, [tf.TensorSpec(s, d) for s, d in zip(shapes, dtypes)])
+        elif trace not in self._known:
+            trace = self._find_wider(trace)
         return trace
+
+    def _find_wider(self, trace: Hashable) -> Hashable:
+        """Returns the trace of fewest unknown sizes that serves what ``trace`` would, as TensorFlow finds it; ``trace``
+        if there is none.
+        """
+        found = trace
+        for other in self._open:
+            if other in self._known and _serves(other, trace) and (found is trace or _serves(found, other)):
+                found = other
+        return found
 
     def _kind(self, entry: Any) -> Hashable:
         """Returns a part of the arguments' key without what traces do not depend on: how rows are divided among ranks
@@ -284,6 +331,26 @@ class Traces:
 
 def _is_tensor(entry: Any) -> bool:
     return isinstance(entry, tuple) and len(entry) == 3 and entry[0] in ("tensor", "part")
+
+
+def _is_open(trace: Any) -> bool:
+    """Returns True if some size of a tensor in the key of a trace is unknown."""
+    tensors = [one for one in trace if _is_tensor(one)] if isinstance(trace, tuple) else []
+    return any(one[2] is None or None in one[2] for one in tensors)
+
+
+def _list_sizes(shape: tf.TensorShape) -> Dims | None:
+    return None if shape.rank is None else tuple(shape.as_list())
+
+
+def _serves(wide: Any, narrow: Any) -> bool:
+    """Returns True if the trace of the key ``wide`` takes all arguments that that of ``narrow`` takes."""
+    return len(wide) == len(narrow) and all(
+        one[:2] == other[:2] and tf.TensorShape(other[2]).is_subtype_of(tf.TensorShape(one[2]))
+        if _is_tensor(one) and _is_tensor(other)
+        else one == other
+        for one, other in zip(wide, narrow)
+    )
 
 
 def may_share_sizes(context: Context) -> bool:
