@@ -12,7 +12,7 @@ from tests.interpreter import Outcome
 from tests.partition.compare import assert_equal_mesh
 from tests.partition.test_spmd import looping
 from tests.passes.autoshard.test_divide import carried, classifier, scoped
-from tests.programs import mlp
+from tests.programs import Builder, body, mlp
 from whale.errors import PlanError
 from whale.ir.layout import shard
 from whale.ir.mesh import Axis, count_moved_along, find_tiles, iterate_levels
@@ -199,6 +199,69 @@ def test_what_is_divided_goes_through_loops_and_branches() -> None:
     plan = run_axes(carried(), ("data", 2), ("tensor", 2))
     assert set(find_tiles(plan)) == {"w1", "w2"}
     assert plan.inner.strategies[""]["loop"].outputs[1] == shard(1, (12, 12))
+
+
+def _summing(op: str, nested: str) -> Program:
+    """A branch sums over the batch, reads the sum itself and returns it, and so does a loop or branch around it.
+
+    The next branch needs it, as a gradient's does, and so does the main graph.
+    """
+
+    def choose(b: Builder, flag: Ref, x: Ref) -> tuple[Ref, ...]:
+        b.branch(flag, then.build([divided, total]), other.build([other.op("Neg", y), one]), x)
+        return b.nodes[-1].list_refs()
+
+    then, (x,) = body("then", (8, 4))
+    total = then.op("Mul" if op == "Sum" else "AddV2", then.reduce(op, x, 0, 1), then.const(2.0))
+    divided = then.op("Tanh", then.op("Mul", x, total))
+    other, (y,) = body("other", (8, 4))
+    one = other.op("Fill", other.ints(), other.const(1.0))
+    b = Builder("summing")
+    x = b.input("x", (8, 3))
+    b.scope = "split_0"
+    layer = b.matmul(x, b.read(b.variable("w", (3, 4))), name="layer")
+    flag = b.op("Less", b.reduce("Sum", layer, 0, 1), b.const(1e3))
+    if nested == "loop":
+        turn, (count, state, _) = body("turn", (), (8, 4), ())
+        made = choose(turn, turn.op("Less", count, turn.const(5.0)), state)
+        step = turn.build([turn.op("AddV2", count, turn.const(1.0)), *made])
+        until, (count, _, _) = body("until", (), (8, 4), ())
+        b.functions |= step.functions
+        b.loop(until.build([until.op("Less", count, until.const(3.0))]), step, b.const(0.0), layer, b.const(1.0))
+        rows, number = b.nodes[-1].list_refs()[1:]
+    elif nested == "branch":
+        yes, (x,) = body("yes", (8, 4))
+        chosen = yes.build(choose(yes, yes.op("Less", yes.reduce("Max", x, 0, 1), yes.const(1e3)), x))
+        no, (y,) = body("no", (8, 4))
+        b.functions |= chosen.functions
+        b.branch(flag, chosen, no.build([no.op("Neg", y), no.op("Fill", no.ints(), no.const(1.0))]), layer)
+        rows, number = b.nodes[-1].list_refs()
+    else:
+        rows, number = choose(b, flag, layer)
+    (last, (u, v)), (unlike, (x, _)) = body("last", (8, 4), ()), body("unlike", (8, 4), ())
+    scaled = last.build([last.op("Mul", u, last.op("Square", v))])
+    result = b.branch(flag, scaled, unlike.build([unlike.op("Neg", x)]), rows, number, name="next")
+    return b.build([result, b.op("Square", number)])
+
+
+@pytest.mark.parametrize("nested", ["", "branch", "loop"])
+@pytest.mark.parametrize(
+    ("axes", "shares"),
+    [
+        ({"data": 2, "tensor": 2}, ()),
+        ({"data": 2, "tensor": 2}, (5, 5, 3, 3)),
+        ({"data": 2, "tensor": 2}, (8, 8, 0, 0)),
+        ({"data": 3, "tensor": 2}, (0, 0, 3, 3, 5, 5)),
+        ({"tensor": 3, "data": 2}, (5, 3) * 3),
+        ({"data": 2, "other": 2, "tensor": 2}, ()),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("op", ["Max", "Sum"])
+def test_groups_sum_alike_what_a_body_returns(
+    op: str, axes: dict[str, int], shares: tuple[int, ...], nested: str
+) -> None:
+    """Only the first group holds the sum that a body returns; the others hold a constant, and join no sum to it."""
+    run_axes(_summing(op, nested), *axes.items(), batch__shares=shares)
 
 
 def test_a_rank_of_a_stage_lowers_its_part_alone(monkeypatch: pytest.MonkeyPatch) -> None:

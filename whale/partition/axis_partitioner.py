@@ -135,9 +135,8 @@ class AxisPartitioner:
         """Returns the all-reduces along earlier axes that can be merged with one along the next axis (see
         ``sums_to_join``).
 
-        Such an all-reduce then runs once, over both axes. All ranks must merge the same ones, so the answer of the
-        first coordinates is used for all coordinates with the same nodes, and none is merged if some rank does not
-        compute.
+        Such an all-reduce then runs once, over both axes. All ranks must merge the same ones, so only those are merged
+        that every group of ranks would merge by its own plan, and none if some rank does not compute.
 
         Returns:
           key of the all-reduce along earlier axes -> (the reshard that is its all-reduce along the next axis, its
@@ -146,8 +145,23 @@ class AxisPartitioner:
         at = at if self.is_like_first(at) else (0,) * len(at)
         if at not in self._sums:
             alike = bool(at) and self.is_computing_everywhere() and self._is_adding_everywhere(len(at))
-            self._sums[at] = sums_to_join(self.expand_program(at), self.plan(at)) if alike else {}
+            found = sums_to_join(self.expand_program(at), self.plan(at)) if alike else {}
+            # Where a body sums a tensor for itself and yet returns it partial, the sum is the first coordinate's part,
+            # and all others' is a constant, which is no partial sum along the next axis.
+            for other in self._list_unlike_groups(len(at)) if found else ():
+                theirs = sums_to_join(self.expand_program(other), self.plan(other))
+                found = {key: joined for key, joined in found.items() if key in theirs}
+            self._sums[at] = found
         return self._sums[at]
+
+    def _list_unlike_groups(self, level: int) -> list[tuple[int, ...]]:
+        """Returns coordinates along the axes before ``level`` that stand for all others: one of each kind of rows, and
+        of these only those that run other nodes than the first.
+        """
+        found: list[tuple[int, ...]] = [()]
+        for _ in range(level):
+            found = [(*at, c) for at in found for c, _ in self._group_coordinates(at)]
+        return [at for at in found if not self.is_like_first(at)]
 
     def is_computing_everywhere(self) -> bool:
         """Returns True if every rank computes: no scope is limited to some ranks, and no group of ranks is without
@@ -167,7 +181,7 @@ class AxisPartitioner:
 
         A rank with an empty shard replaces its partial sum by a constant, so that all-reduces cannot be merged.
         """
-        outer = (self.plan((0,) * before).strategies[""].values() for before in range(level))
+        outer = (graph.values() for before in range(level) for graph in self.plan((0,) * before).strategies.values())
         adds = (s.inputs for one in outer for s in one if any(isinstance(p, Partial) for p in s.outputs))
         return all(all(p.sizes) for inputs in adds for p in inputs if isinstance(p, Shard))
 

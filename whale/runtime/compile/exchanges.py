@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from whale.errors import PlanError
+from whale.errors import REPORT_FAULT, PlanError
 from whale.ir.ops import EXCHANGES, POINT_TO_POINT
 from whale.ir.plan import Plan
 from whale.ir.program import Node, Program, iterate_function_refs
@@ -130,12 +130,21 @@ def refuse_unlike_phases(found: Mapping[int, Phases]) -> None:
                 theirs = found[other].get(key, ((), {}))[1]
                 if _meet(counts, theirs):
                     continue
+                without = "leave out the mesh axis over which these ranks exchange"
+                if not theirs:
+                    raise PlanError(
+                        "a rank would wait for an exchange in which another rank takes no part, and deadlock",
+                        op=key,
+                        given=f"rank {rank} has it in {_text(counts)}, rank {other} in none of its program",
+                        expected="the exchange on every rank that takes part in it",
+                        action=f"{without}; {REPORT_FAULT}",
+                    )
                 raise PlanError(
                     "ranks would exchange a tensor in different phases of a step, and deadlock",
                     op=key,
                     given=f"rank {rank} has it in {_text(counts)}, rank {other} in {_text(theirs)}",
                     expected="the same phase on every rank",
-                    action="set pipeline.micro_batches=1, or leave out the mesh axis over which these ranks exchange",
+                    action=f"set pipeline.micro_batches=1, or {without}",
                 )
 
 
@@ -156,4 +165,4 @@ def _meet(counts: Mapping[str, int], theirs: Mapping[str, int]) -> bool:
 
 def _text(counts: Mapping[str, int]) -> str:
     outside = {"": "no micro-batch", BEFORE: BEFORE, AFTER: AFTER}
-    return ", ".join(outside.get(phase) or f"{phase} of {n} micro-batches" for phase, n in counts.items()) or "none"
+    return ", ".join(outside.get(phase) or f"{phase} of {n} micro-batches" for phase, n in counts.items())
