@@ -163,13 +163,14 @@ class Propagation:
                 strategy = given
             elif statistics and (spread := per_rank.spread(node, [produced[r] for r in node.inputs])) is not None:
                 strategy = spread
-            elif node.op in LOOPS:
-                strategy = _loop(state, node, current, self._walk)
-            elif node.op in BRANCHES:
-                strategy = _branch(state, node, current, self._walk)
             else:
                 like = self.model.find_like(state.name, node) if self.model is not None else None
-                strategy = self.choice.strategy(node, current, like)
+                if node.op in LOOPS:
+                    strategy = _loop(state, node, current, self._walk, like)
+                elif node.op in BRANCHES:
+                    strategy = _branch(state, node, current, self._walk, like)
+                else:
+                    strategy = self.choice.strategy(node, current, like)
             strategies[node.name] = strategy
             for i, placement in enumerate(strategy.outputs):
                 produced[Ref(node.name, i)] = placement
@@ -214,13 +215,16 @@ class Propagation:
         return inner
 
 
-def _loop(graph: GraphState, node: Node, current: Sequence[Placement], walk: Walk) -> Strategy:
+def _loop(
+    graph: GraphState, node: Node, current: Sequence[Placement], walk: Walk, like: Strategy | None = None
+) -> Strategy:
     """Finds, as a fixpoint, the placement of each loop variable that its initial value can take and its body keeps.
 
     Args:
       graph: state of the graph that contains the loop.
       current: placements of the loop's operands.
       walk: propagates through a function body.
+      like: the loop's strategy in a nearly equal program, whose partial variables stay partial; None: there is none.
 
     Raises:
       NeededWhole: a variable of a type that cannot be sent would have to be resharded.
@@ -231,6 +235,8 @@ def _loop(graph: GraphState, node: Node, current: Sequence[Placement], walk: Wal
     if any(p == FIRST for p, r in zip(current, node.inputs) if graph.program.find_type(r).dtype in UNMOVABLE):
         return _run_on_first_rank(graph, node)
     state = [B if type(p) in (RankZero, PerRank) else p for p in current]
+    partial = _list_partial(like, len(state))
+    state = [known if p == B and known is not None else p for p, known in zip(state, partial)]
     free = [r in graph.remakable for r in node.inputs]
     types = [graph.program.find_type(r) for r in node.inputs]
     function = graph.axis.root.functions[body.name]
@@ -252,7 +258,8 @@ def _loop(graph: GraphState, node: Node, current: Sequence[Placement], walk: Wal
         if any(type(o) is RankZero and p != o and t.dtype in UNMOVABLE for p, o, t in zip(state, outs, types)):
             return _run_on_first_rank(graph, node)
         joined = [
-            s if lock else _join_turns(s, o, t.dtype, f) for s, o, t, f, lock in zip(state, outs, types, free, locked)
+            s if lock or (o == B and s == known) else _join_turns(s, o, t.dtype, f)
+            for s, o, t, f, lock, known in zip(state, outs, types, free, locked, partial)
         ]
         for i, (new, out) in enumerate(zip(joined, node.outputs)):
             if _is_resized(new, out):
@@ -294,11 +301,24 @@ def _run_on_first_rank(graph: GraphState, node: Node) -> Strategy:
     return graph.on_first_rank(node, f"a {kind} over what only the first rank has")
 
 
-def _branch(graph: GraphState, node: Node, current: Sequence[Placement], walk: Walk) -> Strategy:
+def _list_partial(like: Strategy | None, count: int) -> list[Partial | None]:
+    """Returns which of the ``count`` results of a loop or branch are partial in the strategy ``like``.
+
+    A group of ranks on a mesh may hold a constant where the first group holds a partial sum. The result is partial all
+    the same there, which costs nothing: a sum elsewhere, before or inside a body, would be one that the first group
+    does not have.
+    """
+    known = like.outputs if like is not None and len(like.outputs) == count else (None,) * count
+    return [p if isinstance(p, Partial) else None for p in known]
+
+
+def _branch(
+    graph: GraphState, node: Node, current: Sequence[Placement], walk: Walk, like: Strategy | None = None
+) -> Strategy:
     """Propagates through each branch of a conditional; results get placements that all branches can yield.
 
     Args:
-      graph, current, walk: as of ``_loop``; the first operand selects the branch.
+      graph, current, walk, like: as of ``_loop``; the first operand selects the branch.
 
     Raises:
       NeededWhole: a result that cannot be sent would have to be resharded.
@@ -314,9 +334,11 @@ def _branch(graph: GraphState, node: Node, current: Sequence[Placement], walk: W
             arguments[i] = B
     inner = [walk(name, arguments, free) for name in functions]
     outputs: list[Placement] = []
-    for i, out in enumerate(node.outputs):
+    for i, (out, known) in enumerate(zip(node.outputs, _list_partial(like, len(node.outputs)))):
         options = [b.layout.place(root.functions[n].outputs[i]) for b, n in zip(inner, functions)]
-        outputs.append(B if graph.is_whole(Ref(node.name, i)) else _join_branches(options, out.dtype))
+        found = known if known is not None and all(o in (known, B) for o in options) else None
+        found = found or _join_branches(options, out.dtype)
+        outputs.append(B if graph.is_whole(Ref(node.name, i)) else found)
         for body, name in zip(inner, functions):
             also = (graph.name, Ref(node.name, i))
             body.need(root.functions[name].outputs[i], outputs[i], node, (also,))
