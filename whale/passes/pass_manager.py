@@ -398,8 +398,9 @@ def _as_in(model: Plan, program: Program, layouts: Mapping[str, GraphLayout], se
     draft = run_passes(PLAN, draft, PlanContext(settings), PassObserver(), EXCHANGES)
     # Groups are copied, not chosen again: this program has fewer dependences than the model's (partial sums of the
     # other axis begin with zeros), and a group chosen by them could wait for itself by way of the other axis.
-    together = {r.key: r.group for r in model.reshards}
-    reshards = tuple(replace(r, group=together.get(r.key, -1)) for r in draft.reshards)
+    # A tensor that is partial there and sharded here is exchanged by itself.
+    together = {(r.key, type(r.source)): r.group for r in model.reshards}
+    reshards = tuple(replace(r, group=together.get((r.key, type(r.source)), -1)) for r in draft.reshards)
     return replace(draft, reshards=reshards)
 
 
