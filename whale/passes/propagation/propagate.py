@@ -336,8 +336,8 @@ def _branch(
     outputs: list[Placement] = []
     for i, (out, known) in enumerate(zip(node.outputs, _list_partial(like, len(node.outputs)))):
         options = [b.layout.place(root.functions[n].outputs[i]) for b, n in zip(inner, functions)]
-        found = known if known is not None and all(o in (known, B) for o in options) else None
-        found = found or _join_branches(options, out.dtype)
+        keeps = all(o in (known, B) for o in options)
+        found = known if known is not None and keeps else _join_branches(options, out.dtype)
         outputs.append(B if graph.is_whole(Ref(node.name, i)) else found)
         for body, name in zip(inner, functions):
             also = (graph.name, Ref(node.name, i))
