@@ -132,9 +132,9 @@ def _pool_of(kinds: str, refs: list[Ref]) -> Pool:
     return {kind: [r for k, r in zip(kinds, refs) if k == kind] for kind in SHAPES}
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2, 3, 73, 74])
+@pytest.mark.parametrize("seed", [0, 1, 2, 3, 73, 74, 77, 165, 426])
 def test_random_loops_and_branches(seed: int) -> None:
-    """Ranks once merged unlike sums in the program of 73, and fused unlike exchanges in that of 74."""
+    """Ranks once merged unlike sums of 73, 77, 165 and 426, and fused unlike exchanges of 74."""
     assert check(seed)
 
 

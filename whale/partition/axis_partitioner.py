@@ -19,7 +19,7 @@ from whale.errors import PlanError
 from whale.ir.fingerprint import compute_fingerprint
 from whale.ir.layout import LEGEND, B, Partial, Placement, Shard, Strategy, shard
 from whale.ir.mesh import Axis, adapt_cut, iterate_levels
-from whale.ir.ops import EXCHANGES
+from whale.ir.ops import BRANCHES, EXCHANGES, HAS_BODIES
 from whale.ir.plan import BatchInput, Plan, Reshard
 from whale.ir.program import Node, Program
 from whale.partition.rank_mapping import cut_rows, mark_axis
@@ -136,7 +136,8 @@ class AxisPartitioner:
         ``sums_to_join``).
 
         Such an all-reduce then runs once, over both axes. All ranks must merge the same ones, so only those are merged
-        that every group of ranks would merge by its own plan, and none if some rank does not compute.
+        that every group of ranks would merge by its own plan, none of bodies that may meet branches, and none at all
+        if some rank does not compute.
 
         Returns:
           key of the all-reduce along earlier axes -> (the reshard that is its all-reduce along the next axis, its
@@ -151,8 +152,20 @@ class AxisPartitioner:
             for other in self._list_unlike_groups(len(at)) if found else ():
                 theirs = sums_to_join(self.expand_program(other), self.plan(other))
                 found = {key: joined for key, joined in found.items() if key in theirs}
-            self._sums[at] = found
+            self._sums[at] = {key: one for key, one in found.items() if not self._may_meet_branches(at, one[0])}
         return self._sums[at]
+
+    def _may_meet_branches(self, at: tuple[int, ...], r: Reshard) -> bool:
+        """Returns True if a reshard is of a tensor that a loop or branch computes, in its body or as its result, in a
+        program with branches.
+
+        What else a branch exchanges may differ between groups of ranks. Merged, its sum could wait on one rank for what
+        waits for it on another.
+        """
+        program = self.expand_program(at)
+        if not r.graph and program.by_name[r.ref.node].op not in HAS_BODIES:
+            return False
+        return any(node.op in BRANCHES for graph in (program, *program.functions.values()) for node in graph.nodes)
 
     def _list_unlike_groups(self, level: int) -> list[tuple[int, ...]]:
         """Returns coordinates along the axes before ``level`` that stand for all others: one of each kind of rows, and
