@@ -16,8 +16,9 @@ p (q - 1) T. ``sums_to_join`` finds such sums in a program's plan, ``join_sums``
 ``fuse_sums`` fuses the all-reduces along earlier axes in a rank's program. The plan of an axis fuses all-reduces along
 this axis only: to the plans of later axes an all-reduce along an earlier one is an ordinary op, and a fused op over
 many tensors, each sharded in another way, would have no rule. In a rank's program the tensors are local, and this does
-not matter. The depth follows from the program that all ranks together run: in that of a rank without rows, a sum to
-which it gives zeros depends on nothing.
+not matter. The depth follows from the program that all ranks together run, since in that of a rank without rows a sum
+to which it gives zeros depends on nothing; and from the rank's own, where sums wait for all that is fused with what
+they read.
 
 Decisions: 0076, 0212.
 """
@@ -190,16 +191,19 @@ def _along(
       group_bytes, order: as of ``fuse_sums``.
     """
     joining: list[tuple[tuple[int, int], str, Node]] = []
+    own: dict[str, int] = {}  # in this program, where sums also wait for what the plans of later axes have fused
     for node in program.nodes:
+        own[node.name] = max((own[name] for name in (*[name for name, _ in node.inputs], *node.controls)), default=0)
         if node.op == ALL_REDUCE and tuple(node.attrs["ranks"]) == ranks and len(node.outputs) == 1:
             key, result = str(node.attrs["key"]), node.outputs[0]
             place = order.get(key.partition("@")[0])
             if place is not None and result.is_static and result.bytes <= group_bytes:
                 joining.append((place, key, node))
+                own[node.name] += 1
     kinds: dict[tuple[object, ...], list[Node]] = {}
     for (depth, _), _, node in sorted(joining, key=lambda one: one[:2]):
-        kind = (depth, node.attrs["reduction"], node.attrs.get("wire_dtype"), node.outputs[0].dtype)
-        kinds.setdefault(kind, []).append(node)
+        alike = node.attrs["reduction"], node.attrs.get("wire_dtype"), node.outputs[0].dtype
+        kinds.setdefault((depth, own[node.name], *alike), []).append(node)
     groups = (
         group
         for members in kinds.values()
