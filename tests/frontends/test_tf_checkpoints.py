@@ -154,8 +154,8 @@ model.fit(x, y, verbose=0)
 model.load_weights("all.weights.h5")
 if wh.rank() == 0:
     os.remove("all.weights.h5")
-for now, before in zip(model.get_weights(), wanted):
-    np.testing.assert_array_equal(now, before)
+for found, before in zip(model.get_weights(), wanted):
+    np.testing.assert_array_equal(found, before)
 print("equal")
 """
 

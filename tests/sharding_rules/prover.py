@@ -86,8 +86,8 @@ def view_of(case: Case, inputs: Sequence[np.ndarray], outputs: Sequence[np.ndarr
 
 
 def views_that_know_less(op: OpView) -> Iterator[OpView]:
-    """Views of which some sizes are unknown until the run: one alone, all that are equal to it, all but those; or all
-    of one tensor, its rank included.
+    """Yields views of which some sizes are unknown until the run: one alone, all that are equal to it, all but those;
+    or all of one tensor, its rank included.
     """
     types = (*op.inputs, *op.outputs)
 
@@ -330,7 +330,7 @@ def prove(case: Case, evaluate: Evaluate, *, missing: bool = True) -> Proof:
 
 
 def _edits(rule: LineRule, op: OpView, strategy: Strategy) -> str:
-    """What the coordinates run in place of the op, in words."""
+    """Returns what the coordinates run in place of the op, in words."""
     each = [(find_known_outputs(op, strategy, at), rule.local_op(op, strategy, at)) for at in range(op.parts)]
     return repr(each)
 

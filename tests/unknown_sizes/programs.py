@@ -40,7 +40,7 @@ class Draw:
 
 
 def count(h: tf.Tensor) -> tf.Tensor:
-    """The number of rows."""
+    """Returns the number of rows."""
     return tf.shape(h)[0]
 
 

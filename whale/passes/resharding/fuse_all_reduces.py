@@ -168,8 +168,9 @@ def fuse_sums(
     """Fuses independent all-reduces over the same ranks in a rank's program, if updates read them.
 
     All ranks of a group find the same fused groups, since keys, types and order of these all-reduces are the same on
-    them. Nodes between them along later axes may differ, where ranks have different rows; so axes are processed one
-    after the other.
+    them; where a rank without rows does not wait as the others do, the plan is refused (`refuse_unlike_phases`). Nodes
+    between them along later axes may differ, where ranks have different rows; so axes are processed one after the
+    other.
 
     Args:
       group_bytes: the most bytes of a fused all-reduce.
