@@ -115,7 +115,10 @@ def test_each_pass_is_dumped_and_verified(
         ({"exchange__backend": "horovod"}, {"give_to_horovod"}),
         ({"exchange__backend": "nccl", "exchange__wire_dtype": "bfloat16"}, {"narrow"}),
         ({"time__micro_batches": 2}, {"micro_batches"}),
-        ({"fuse__updates": True, "fuse__padding": True}, {"collapse_updates", "updates", "padding"}),
+        (
+            {"fuse__updates": True, "fuse__padding": True},
+            {"collapse_called_updates", "collapse_updates", "updates", "padding"},
+        ),
     ],
 )
 def test_which_passes_a_setting_turns_on(changes: dict[str, Any], more: set[str]) -> None:

@@ -35,6 +35,7 @@ from whale.capture.gradients import order_custom_gradients, scope_gradients
 from whale.capture.graph import Names, name_captures, read_graph
 from whale.capture.loss_scaling import LossScale, scale_losses
 from whale.capture.open_sizes import note_open_shapes
+from whale.capture.repeated_updates import trace_updates_once
 from whale.capture.sharded import IteratorReads
 from whale.capture.signature import flatten_arguments, read_tracing_options
 from whale.errors import CaptureError, WhaleError
@@ -132,8 +133,11 @@ def trace_function(
     autograph_artifact(call)
     scaled = nullcontext() if loss_scale is None else scale_losses(loss_scale)
     drawn = nullcontext() if drawing is None else drawing.install()
-    ordered = order_custom_gradients()
-    with _raise_own_errors(), scope_gradients(mark_gradients), ordered, scaled, drawn, _trace_element_loops(), around():
+    ordered, repeated = order_custom_gradients(), trace_updates_once()
+    with (
+        _raise_own_errors(), scope_gradients(mark_gradients), ordered, repeated, scaled, drawn, _trace_element_loops(),
+        around(),
+    ):  # fmt: skip
         try:
             concrete = tf.function(call, **options).get_concrete_function(*specs)
         except lift_to_graph.UnliftableError as error:

@@ -25,7 +25,7 @@ from whale.passes.memory.gather_at_use import gather_at_use, hoist_reads
 from whale.passes.memory.offload import TABLES
 from whale.passes.memory.recompute import recompute
 from whale.passes.normalize.annotate import annotate, mark_flattened, mark_streams, task_graphs
-from whale.passes.normalize.collapse_updates import collapse_updates
+from whale.passes.normalize.collapse_updates import collapse_called_updates, collapse_updates
 from whale.passes.normalize.cse import merge_reads, share_scalars
 from whale.passes.normalize.embedding.block_local_gather import mark_blocks
 from whale.passes.normalize.embedding.gather_all_ids import gather_all_ids
@@ -127,6 +127,12 @@ _GATHERED_WEIGHTS = When("memory.zero=3 or memory.offload=parameters", _gathers_
 NORMALIZE = Table(
     "NORMALIZE",
     (
+        Pass(
+            "collapse_called_updates",
+            "makes one operation of each variable's update in functions that many updates call",
+            lambda p, s: collapse_called_updates(p),
+            When("kernels=updates, but for float16", _collapses_updates),
+        ),
         Pass("inline", "puts the bodies of called functions in the place of the calls", lambda p, s: inline(p)),
         Pass("fold", "computes shape arithmetic and other constants", lambda p, s: fold(p)),
         Pass("powers", "writes powers as simpler operations", lambda p, s: powers(p)),

@@ -11,7 +11,7 @@ from tests.capture.roundtrip import rebuilt
 from whale.capture.function import capture_function
 from whale.errors import ProgramError
 from whale.ir.ops import CALLS
-from whale.ir.program import COMPILED, Node, Program, Ref
+from whale.ir.program import COMPILED, Node, Program, Ref, Variable
 from whale.ir.values import DType, Func, TensorType
 from whale.passes.normalize.inline import inline
 
@@ -78,6 +78,81 @@ def test_a_pure_call_passes_order_on() -> None:
     assert flat.outputs == (Ref("a"),)
     assert _before(flat).has_edge("first", "last")
     assert all("a" not in n.controls for n in flat.nodes), "nothing waits for an argument"
+
+
+def _handle(name: str) -> Node:
+    return Node(name, "Placeholder", outputs=(TensorType("resource", ()),))
+
+
+def _read(name: str, handle: str, controls: tuple[str, ...] = ()) -> Node:
+    return Node(name, "ReadVariableOp", (Ref(handle),), controls, outputs=(_F,), stateful=True)
+
+
+def _write(name: str, handle: str, value: str, controls: tuple[str, ...] = ()) -> Node:
+    return Node(name, "AssignVariableOp", (Ref(handle), Ref(value)), controls, stateful=True)
+
+
+def _updating(*more: Node) -> Program:
+    """Reads a rate, and subtracts it from a weight."""
+    nodes = (
+        _handle("w"), _handle("rate"), _read("old", "w"), _read("step", "rate"),
+        Node("new", "Sub", (Ref("old"), Ref("step")), outputs=(_F,)), _write("write", "w", "new", ("old",)), *more,
+    )  # fmt: skip
+    effects = ("write", *[n.name for n in more])
+    return Program("f", nodes, ("w", "rate"), outputs=(), effects=effects)
+
+
+def _around_updates(body: Program) -> nx.DiGraph:
+    """Two weights are read, and updated by calls that share a rate, which is written then; one weight is read again."""
+    calls = [
+        Node(
+            f"call_{w}",
+            "StatefulPartitionedCall",
+            (Ref(w), Ref("rate")),
+            (f"read_{w}",),
+            {"f": Func("f")},
+            (),
+            "",
+            True,
+        )
+        for w in "ab"
+    ]
+    nodes = (
+        _arg("x"), _handle("a"), _handle("b"), _handle("rate"), _read("read_a", "a"), _read("read_b", "b"), *calls,
+        _write("decay", "rate", "x", ("call_a", "call_b")), _read("again", "a", ("call_a",)),
+    )  # fmt: skip
+    variables = tuple(Variable(name, name, _F) for name in ("a", "b", "rate"))
+    program = Program(
+        "p", nodes, ("x",), variables, (Ref("again"),), ("call_a", "call_b", "decay"), functions={"f": body}
+    )
+    return _before(inline(program))
+
+
+def test_accesses_of_a_variable_wait_for_those_of_the_same_only() -> None:
+    order = _around_updates(_updating())
+    needed = (
+        ("read_a", "call_a/write"), ("call_a/old", "call_a/write"), ("call_a/step", "decay"), ("call_b/step", "decay"),
+        ("call_a/write", "again"),
+    )  # fmt: skip
+    for before, after in needed:
+        assert order.has_edge(before, after), (before, after)
+    for before, after in (("read_a", "call_a/step"), ("call_a/write", "decay"), ("call_b/write", "again")):
+        assert not order.has_edge(before, after), (before, after)
+
+
+def test_accesses_wait_for_whole_calls_that_do_more() -> None:
+    order = _around_updates(_updating(_print("say")))
+    for before in ("call_a/say", "call_a/write", "call_b/say", "call_b/write"):
+        assert order.has_edge(before, "decay"), before
+
+
+def test_reads_in_a_call_wait_for_writes_of_their_variable() -> None:
+    call = Node("call", "StatefulPartitionedCall", (Ref("a"), Ref("rate")), ("decay",), {"f": Func("f")}, (), "", True)
+    nodes = (_arg("x"), _handle("a"), _handle("rate"), _write("decay", "rate", "x"), call)
+    variables = tuple(Variable(name, name, _F) for name in ("a", "rate"))
+    order = _before(inline(Program("p", nodes, ("x",), variables, (), ("decay", "call"), functions={"f": _updating()})))
+    assert order.has_edge("decay", "call/step")
+    assert not order.has_edge("decay", "call/old")
 
 
 def test_names_are_unique() -> None:

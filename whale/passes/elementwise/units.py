@@ -49,9 +49,13 @@ class Accesses:
     seen: frozenset[str]
 
 
-def find_accesses(program: Program) -> Accesses:
-    """Finds the accesses to variables in the main graph of ``program``; a call with a handle counts as a write."""
-    handles = dict.fromkeys((v.node for v in program.variables), 0)
+def find_accesses(program: Program, arguments: Collection[str] = ()) -> Accesses:
+    """Finds the accesses to variables in the main graph of ``program``; a call with a handle counts as a write.
+
+    Args:
+      arguments: inputs of ``program`` that are handles of variables, each of another one, if it is a function.
+    """
+    handles = dict.fromkeys([*(v.node for v in program.variables), *arguments], 0)
     handle: dict[str, str] = {}
     version: dict[str, int] = {}
     leaked: set[str] = set()
@@ -68,7 +72,7 @@ def find_accesses(program: Program) -> Accesses:
         first = found[0]
         if len(taken) == 1 and node.inputs[0].node == first:
             handle[node.name], version[node.name] = first, handles[first]
-    return Accesses(handle, version, frozenset(handles.keys() - leaked - {*program.inputs}))
+    return Accesses(handle, version, frozenset(handles.keys() - leaked - ({*program.inputs} - {*arguments})))
 
 
 def is_read(node: Node, found: Accesses) -> bool:

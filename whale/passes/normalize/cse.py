@@ -97,6 +97,13 @@ def _is_number(types: tuple[TensorType, ...]) -> bool:
     return kind.is_static and kind.elements == 1 and kind.dtype not in UNMOVABLE
 
 
+def is_shared_scalar(node: Node) -> bool:
+    """Returns True if nodes like this one that have the same operands and wait for nothing yield the same number."""
+    if not _is_number(node.outputs) or node.op in RANDOM:
+        return False
+    return node.op == "ReadVariableOp" or not node.stateful
+
+
 def _may_be_shared(node: Node, handles: Mapping[str, Variable]) -> bool:
     """Returns True if what a node yields depends on its operands and attributes only, or if it reads a variable at the
     beginning of the step.

@@ -20,9 +20,10 @@ from dataclasses import replace
 from typing import Any
 
 from whale.errors import REPORT_FAULT, ProgramError
-from whale.ir.ops import CALLS, CONVOLUTIONS, FILTER_GRADIENTS, HAS_BODIES
+from whale.ir.ops import ASSIGNS, CALLS, CONVOLUTIONS, FILTER_GRADIENTS, FUSED_UPDATE, HAS_BODIES, READS
 from whale.ir.program import COMPILED, Node, Program, Ref, iterate_function_refs, sort_nodes
 from whale.ir.values import Func, TensorType
+from whale.passes.normalize.cse import is_shared_scalar
 
 # Dtypes of convolutions for which the CPU has kernels of gradients too.
 _CONVOLVED = frozenset({"float16", "bfloat16", "float32", "float64"})
@@ -31,9 +32,10 @@ _CONVOLVED = frozenset({"float16", "bfloat16", "float32", "float64"})
 def inline(program: Program) -> Program:
     """Replaces every call in ``program`` by its function's nodes, also in bodies of loops and branches.
 
-    A body's nodes are named ``call/inner``. Nodes that waited for the call wait for all effects of the body; nodes that
-    the call waited for run before the body's stateful nodes. A function that asks for XLA compilation is inlined as
-    well, and its nodes are marked (see the module's text).
+    A body's nodes are named ``call/inner``. Nodes that waited for the call wait for all effects of the body, or, if
+    they read or write a variable, for its accesses in the body. Nodes that the call waited for run before the body's
+    stateful nodes, but for reads of variables that none of them writes. A function that asks for XLA compilation is
+    inlined as well, and its nodes are marked (see the module's text).
 
     Raises:
       ProgramError: a function calls itself, or is not in the program, or gets another number of arguments than it
@@ -113,7 +115,11 @@ class _Splice:
         self.taken = set(program.by_name)
         self.moved: dict[Ref, Ref] = {}
         self.effects_of: dict[str, tuple[str, ...]] = {}
-        self.awaited = {c for n in program.nodes for c in n.controls}
+        self.done: dict[str, Node] = {}  # by the name of a call: a NoOp of this name, which waits for the whole body
+        # By the name of a call and the handle of a variable: the body's nodes that read it, and those that write it.
+        self.accesses: dict[tuple[str, str], tuple[list[str], list[str]]] = {}
+        # Of the scalars of updates, by their function, name in it, operands and scope: the node that computes one.
+        self.scalars: dict[tuple[str, str, tuple[Ref, ...], str], str] = {}
         self.placeholders = {n.name for n in program.nodes if n.op == "Placeholder"}
 
     def keep(self, node: Node) -> None:
@@ -122,11 +128,36 @@ class _Splice:
             inputs = tuple([self.moved.get(r, r) for r in node.inputs])
             if inputs != node.inputs:
                 node = replace(node, inputs=inputs)
+        if node.controls and not self.done.keys().isdisjoint(node.controls):
+            node = replace(node, controls=self._find_waits(node))
         self.nodes[node.name] = node
 
+    def _find_waits(self, node: Node) -> tuple[str, ...]:
+        """Returns the controls of a node that waits for calls: if it reads or writes a variable, the accesses of this
+        variable in their bodies; else all that their ends wait for, or their ends.
+        """
+        waits: dict[str, None] = {}
+        for control in node.controls:
+            accesses = None
+            if node.op in ASSIGNS or node.op == "ReadVariableOp":
+                accesses = self.accesses.get((control, node.inputs[0].node))
+            if node.op == "NoOp" and control in self.done:
+                waits.update(dict.fromkeys(self.done[control].controls))
+            elif accesses is None:
+                self._keep_ends((control,))
+                waits[control] = None
+            else:
+                reads, writes = accesses
+                waits.update(dict.fromkeys(writes if node.op == "ReadVariableOp" else (*reads, *writes)))
+        return tuple(waits)
+
+    def _keep_ends(self, controls: tuple[str, ...]) -> None:
+        for name in controls:
+            if name in self.done:
+                self.nodes[name] = self.done[name]
+
     def call(self, call: Node, body: Program) -> None:
-        """Adds the nodes of ``body`` in place of ``call``; if other nodes wait for the call, a NoOp with its name
-        remains.
+        """Adds the nodes of ``body`` in place of ``call``; if others wait for all of it, a NoOp with its name remains.
 
         Raises:
           ProgramError: the call passes another number of arguments than the function takes.
@@ -141,7 +172,7 @@ class _Splice:
                 action=f"capture the program again; if it stops here once more, {REPORT_FAULT}",
             )
         arguments = dict(zip(body.inputs, given))
-        names = {n.name: self._name(f"{call.name}/{n.name}") for n in body.nodes if n.name not in arguments}
+        names: dict[str, str] = {}
 
         def ref(inner: Ref) -> Ref:
             return arguments[inner.node] if inner.node in arguments else Ref(names[inner.node], inner.index)
@@ -153,31 +184,64 @@ class _Splice:
             # An argument of the program is there from the start: waiting for it can be left out.
             return tuple(dict.fromkeys(c for c in controls if c not in self.placeholders))
 
+        self._keep_ends(call.controls)
         before = self._gate(f"{call.name}/before", call.controls) if len(call.controls) > 1 else call.controls
-        stateful = [names[n.name] for n in body.nodes if n.stateful and n.name in names]
         again = call.marks.compute_again
+        # Operations of updates are as many as the variables, and the scalars that they use are mostly the same.
+        shares = FUSED_UPDATE in body.ops and not again
         for node in body.nodes:
             if node.name in arguments:
                 continue
             controls: tuple[str, ...] = ()
+            inputs = tuple([ref(r) for r in node.inputs])
             if node.controls or (node.stateful and before):
-                controls = waits(*map(control, node.controls), *(before if node.stateful else ()))
-            self.nodes[names[node.name]] = replace(
-                node,
-                name=names[node.name],
-                inputs=tuple([ref(r) for r in node.inputs]),
-                controls=controls,
-                marks=node.marks.replace_marks(compute_again=True) if again else node.marks,
-                scope=node.scope or call.scope,
+                ordered = node.stateful and not (node.op == "ReadVariableOp" and self._are_others(call, inputs[0].node))
+                controls = waits(*map(control, node.controls), *(before if ordered else ()))
+            scope, marks = node.scope or call.scope, node.marks
+            if shares and not controls and is_shared_scalar(node):
+                key = (body.name, node.name, inputs, scope)
+                if key in self.scalars:
+                    names[node.name] = self.scalars[key]
+                    continue
+                names[node.name] = self.scalars[key] = self._name(f"{call.name}/{node.name}")
+            else:
+                names[node.name] = self._name(f"{call.name}/{node.name}")
+            if again:
+                marks = marks.replace_marks(compute_again=True)
+            self.nodes[names[node.name]] = Node(
+                names[node.name], node.op, inputs, controls, node.attrs, node.outputs, scope, node.stateful, marks
             )
+        stateful = [names[n.name] for n in body.nodes if n.stateful and n.name in names]
         results = tuple(ref(r) for r in body.outputs)
         for i, result in enumerate(results):
             self.moved[Ref(call.name, i)] = result
             self._keep_type(result, call.outputs[i])
         self.effects_of[call.name] = tuple(control(e) for e in body.effects)
-        if call.name in self.awaited:
-            done = waits(*before, *stateful, *map(control, body.effects), *(r.node for r in results))
-            self.nodes[call.name] = Node(call.name, "NoOp", (), done, scope=call.scope)
+        done = waits(*before, *stateful, *map(control, body.effects), *(r.node for r in results))
+        self.done[call.name] = Node(call.name, "NoOp", (), done, scope=call.scope)
+        self._note_accesses(call, [self.nodes[name] for name in stateful])
+
+    def _note_accesses(self, call: Node, stateful: list[Node]) -> None:
+        """Notes which nodes of a body read and write which of the program's variables, if its stateful nodes do nothing
+        else.
+        """
+        handles = self.program.variable_of
+        known = [(node, [ref.node for ref in _list_handles(node)]) for node in stateful]
+        if all(found and handles.keys() >= {*found} for _, found in known):
+            for node, found in known:
+                for handle in found:
+                    reads, writes = self.accesses.setdefault((call.name, handle), ([], []))
+                    (reads if node.op in READS else writes).append(node.name)
+
+    def _are_others(self, call: Node, variable: str) -> bool:
+        """Returns True if none of the nodes that a call waits for writes the program's variable ``variable``."""
+        handles, nodes = self.program.variable_of, self.program.by_name
+        before = [nodes[name] for name in call.controls]
+        return variable in handles and all(
+            node.op in READS
+            or (node.op in ASSIGNS and node.inputs[0].node in handles and node.inputs[0].node != variable)
+            for node in before
+        )
 
     def _gate(self, name: str, controls: tuple[str, ...]) -> tuple[str, ...]:
         name = self._name(name)
@@ -211,6 +275,13 @@ class _Splice:
             outputs=tuple(self.moved.get(r, r) for r in program.outputs),
             effects=tuple(effects),
         )
+
+
+def _list_handles(node: Node) -> tuple[Ref, ...]:
+    """Returns the handles of the variables that a node reads or writes; none if it may do anything else."""
+    if node.op == FUSED_UPDATE:
+        return node.inputs[: node.attrs["H"]]
+    return node.inputs[:1] if node.op in READS or node.op in ASSIGNS else ()
 
 
 def _merge(own: TensorType, other: TensorType) -> TensorType:
