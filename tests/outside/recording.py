@@ -116,7 +116,7 @@ class Recording:
                 self._timed = False
                 self.first_s += time.process_time() - begin_s
                 self.first_wall_s += time.perf_counter() - begin_wall_s
-        if outermost and not _is_of_whale(step):
+        if outermost and not is_of_whale(step):
             self._note_call(_name_step(step), result)
         return result
 
@@ -159,9 +159,9 @@ class Recording:
         self.values[name] = value
 
 
-def _is_of_whale(step: Any) -> bool:
-    """Tells whether a step is none of the program's: gradients of steps are steps that Whale makes."""
-    return getattr(getattr(step, "_python_function", None), "__module__", "") == "whale.runtime.taped_calls"
+def is_of_whale(step: Any) -> bool:
+    """Tells whether a step is none of the program's: Whale makes gradients of steps, and what it measures, as steps."""
+    return str(getattr(getattr(step, "_python_function", None), "__module__", "")).startswith("whale.")
 
 
 def _name_step(step: Any) -> str:

@@ -6,7 +6,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import tensorflow as tf
 
+from tests.outside.recording import is_of_whale
 from tests.outside.run import with_steps_of_whale
 from tests.outside.table import COLUMNS, UNSTABLE, Result, compare, find_alone, format_row, merge_lines, read_program
 
@@ -45,6 +47,12 @@ def test_a_program_is_read_by_its_head(tmp_path: Path) -> None:
     assert with_steps_of_whale("@tf.function\nf = tf.function(g); tf.functions") == (
         "@wh.function\nf = wh.function(g); tf.functions"
     )
+
+
+def test_what_whale_measures_is_no_step_of_the_program() -> None:
+    own, timed = tf.function(lambda: 1.0), tf.function(lambda: 1.0)
+    timed.python_function.__module__ = "whale.runtime.compile.microbenchmark"
+    assert (is_of_whale(own), is_of_whale(timed)) == (False, True)
 
 
 def test_a_row_says_what_differs_and_what_failed(tmp_path: Path) -> None:
