@@ -70,7 +70,7 @@ def main() -> None:
     variables = vars(sys.modules["__main__"])
     variables |= {"__file__": str(script), **({} if wh is None else {"wh": wh})}
     begin_s = time.process_time()
-    exec(compile(source, script, "exec"), variables)
+    exec(compile(source, script, "exec", dont_inherit=True), variables)
     recording.note_weights(variables)
     np.savez(folder / f"{plan}-rank{rank}.npz", **recording.values)  # type: ignore[arg-type]
     seconds = {
