@@ -125,6 +125,35 @@ def test_objects_that_refuse_to_be_asked_are_left_alone() -> None:
     assert n == [2]
 
 
+class Hidden:
+    """Shows no class, as a lazy object whose value cannot be made yet."""
+
+    @property
+    def __class__(self) -> Any:
+        raise RuntimeError("not made yet")
+
+
+def test_what_does_not_show_its_class_is_left_alone() -> None:
+    owner = Owner()
+    hidden: list[Any] = [weakref.proxy(Owner.__new__(Owner)), weakref.proxy(owner), Hidden()]
+
+    class Holder:
+        dead, later, lazy = hidden
+
+        def __init__(self) -> None:
+            self.dead, self.later, self.lazy = hidden
+            self.listed, self.named, self.n = [hidden], {"a": hidden[0], "b": [hidden[2]]}, 1
+
+    holder = Holder()
+    values = PythonValues(lambda: (holder, hidden))
+    del owner
+    gc.collect()
+    holder.n, holder.listed, holder.named = 2, [hidden[1]], {"a": hidden[2]}
+    with values.put_back():
+        assert holder.n == 1
+    assert (holder.n, holder.listed, list(holder.named)) == (2, [hidden[1]], ["a"])
+
+
 def test_objects_are_not_kept() -> None:
     owner = Owner()
     values, gone = PythonValues(functools.partial(Owner.step, weakref.proxy(owner))), weakref.ref(owner)

@@ -188,7 +188,7 @@ class PythonValues:
             one = waiting.pop()
             if id(one) not in self._seen:
                 self._seen[id(one)] = one
-                waiting += [part for part in self._open(one) if not isinstance(part, _SIMPLE)]
+                waiting += [part for part in self._open(one) if _shows_class(part) and not isinstance(part, _SIMPLE)]
         self._seen, self._settings = {}, {}
 
     @contextmanager
@@ -236,7 +236,7 @@ class PythonValues:
 
     def _note(self, value: Any) -> Any:
         """Returns a setting as a snapshot holds it; ``_ABSENT`` if a value is none."""
-        if isinstance(value, types.MethodType):  # held without the object that it is of
+        if _shows_class(value) and isinstance(value, types.MethodType):  # held without the object that it is of
             try:
                 return weakref.WeakMethod(value)
             except TypeError:  # its object knows no weak references
@@ -268,7 +268,7 @@ class PythonValues:
             held = one.__globals__
             read = {name: held[name] for name in _list_names(one.__code__) if name in held}
             # Functions of Keras' modules are replaced by Whale, not by the script.
-            noted = read if not _is_of_keras(one) else {n: v for n, v in read.items() if isinstance(v, _SIMPLE)}
+            noted = read if not _is_of_keras(one) else {n: v for n, v in read.items() if type(v) in _SIMPLE}
             self._note_names(lambda: held, noted, False)
             parts += read.values()
         return parts
@@ -278,6 +278,8 @@ class PythonValues:
             return []
         parts: list[Any] = list(one.__bases__)
         for name, value in list(vars(one).items()):
+            if not _shows_class(value):
+                continue
             if isinstance(value, _METHODS):  # what they read and hold
                 parts.append(getattr(value, "fget", None) or getattr(value, "__func__", value))
                 continue
@@ -338,6 +340,8 @@ def _is_setting(value: Any, known: dict[int, bool] | None = None, depth: int = 0
       known: Python's ``id`` of a value -> whether it is a setting; extended. What refers to itself is none.
       depth: number of values around this one.
     """
+    if not _shows_class(value):
+        return False
     if isinstance(value, _ATOMS):
         return True
     known = {} if known is None else known
@@ -346,6 +350,16 @@ def _is_setting(value: Any, known: dict[int, bool] | None = None, depth: int = 0
         parts = _find_parts(value) if depth < _DEEPEST else None
         known[id(value)] = parts is not None and all(_is_setting(part, known, depth + 1) for part in parts)
     return known[id(value)]
+
+
+def _shows_class(value: Any) -> bool:
+    """Returns False for what raises when its class is asked for, as isinstance does: a weak proxy whose object is gone,
+    a lazy object that cannot be made yet. A step may hold one and not use it.
+    """
+    try:
+        return value.__class__ is not None
+    except Exception:
+        return False
 
 
 def _find_parts(value: Any) -> list[Any] | None:
@@ -385,6 +399,8 @@ def _may_change(value: Any) -> bool:
     """Returns True if a value may be overwritten when the snapshot is restored: it is a setting, a method, or a
     symbolic tensor of another trace.
     """
+    if not _shows_class(value):
+        return False
     if isinstance(value, tf.Tensor):
         return not isinstance(value, tf.__internal__.EagerTensor)
     return isinstance(value, types.MethodType) or _is_setting(value)
@@ -393,7 +409,7 @@ def _may_change(value: Any) -> bool:
 def _differs(now: Any, known: Any) -> bool:
     if now is known:
         return False
-    if isinstance(now, _SIMPLE) and type(now) is type(known):
+    if type(now) is type(known) and isinstance(now, _SIMPLE):
         return bool(now != known)
     return now is _ABSENT or _may_change(now)
 
