@@ -2,7 +2,8 @@
 
 Results are kept in the folder's ``results``, with what each program computes alone; ``--out`` writes the table of all
 that are there, and keeps the other rows of an earlier table. Programs that have results for every plan are not run
-again, unless with ``--again``; ``--seconds 0`` runs none, and writes the table.
+again, unless they were changed since, or with ``--again``; ``--seconds 0`` runs none, and writes the table. Names stand
+before options.
 """
 
 from __future__ import annotations

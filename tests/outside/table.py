@@ -189,9 +189,11 @@ def save_results(program: Program, results: Sequence[Result], folder: Path) -> N
 
 
 def read_results(program: Program, folder: Path) -> list[Result]:
-    """Returns what was kept of a program; nothing if it was not run."""
+    """Returns what was kept of a program; nothing if it was not run, or was changed since."""
     path = folder / f"{program.name}.json"
-    return [Result(**one) for one in json.loads(path.read_text())] if path.exists() else []
+    if not path.exists() or path.stat().st_mtime < program.path.stat().st_mtime:
+        return []
+    return [Result(**one) for one in json.loads(path.read_text())]
 
 
 def format_row(program: Program, results: Sequence[Result]) -> str:

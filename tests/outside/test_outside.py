@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +11,18 @@ import tensorflow as tf
 
 from tests.outside.recording import is_of_whale
 from tests.outside.run import with_steps_of_whale
-from tests.outside.table import COLUMNS, UNSTABLE, Result, compare, find_alone, format_row, merge_lines, read_program
+from tests.outside.table import (
+    COLUMNS,
+    UNSTABLE,
+    Result,
+    compare,
+    find_alone,
+    format_row,
+    merge_lines,
+    read_program,
+    read_results,
+    save_results,
+)
 
 PROGRAM = '''"""A step of its own; its weights differ by {difference} under Whale"""
 # source: nowhere
@@ -68,6 +80,16 @@ def test_a_row_says_what_differs_and_what_failed(tmp_path: Path) -> None:
     row = format_row(read_program(path), found)
     assert row.count("1e-15") == row.count("**5e-01**") == row.count("refused") == row.count("**failed**") == 1
     assert row.endswith("| 1.0 | 2.0 | 2.0 |\n")
+
+
+def test_results_of_a_program_that_was_changed_do_not_count(tmp_path: Path) -> None:
+    path = tmp_path / "one.py"
+    path.write_text(PROGRAM.format(difference=0.0))
+    save_results(read_program(path), [Result("zero", 0.5)], tmp_path / "kept")
+    assert read_results(read_program(path), tmp_path / "kept") == [Result("zero", 0.5)]
+    later = path.stat().st_mtime + 10
+    os.utime(path, (later, later))
+    assert read_results(read_program(path), tmp_path / "kept") == []
 
 
 def test_rows_of_programs_that_are_not_in_the_folder_stay() -> None:
