@@ -63,3 +63,22 @@ def test_an_update_under_a_condition_is_one_of_sums_that_are_as_large_as_the_bat
     program = untie_microbatches(b.build([], [update.node]))
     _, found = time_plan(program, 2, {"x": shard(0, (4, 4))})
     assert found["slope"] == EACH and found["update"] == AFTER
+
+
+def test_what_waits_for_a_gradient_of_a_mean_over_a_mask_runs_in_each_micro_batch() -> None:
+    """As with a counter that a step increments and draws by: what reads it keeps the edges by which it waits."""
+    b = Builder(dtype="float32")
+    x, mask = b.input("x", (8, 4)), b.op("Square", b.input("y", (8, 1)), name="mask")
+    count, weight = b.variable("count", ()), b.variable("weight", (4, 4))
+    counted = b.update("AssignAddVariableOp", count, b.const(1.0), name="counted")
+    seen = b.op("Mul", x, b.read(count, controls=[counted], name="number"), name="seen")
+    left = b.reduce("Sum", mask, 0, 1, name="left")
+    slope = b.op("Mul", seen, b.op("RealDiv", mask, left, name="share"), name="slope")
+    twice = b.op("AddV2", seen, seen, name="twice", controls=["slope"])  # as the gradient of SquaredDifference
+    gradient = b.matmul(twice, slope, a=True, name="gradient")
+    update = b.update("ResourceApplyGradientDescent", weight, b.const(0.1), gradient, name="update")
+    program = untie_microbatches(b.build([], [counted, update]))
+    assert program.by_name["twice"].controls == ("slope",)
+    _, found = time_plan(program, 2, {"x": shard(0, (4, 4)), "y": shard(0, (4, 4))})
+    assert found["left"] == BEFORE
+    assert {found[name] for name in ("seen", "share", "slope", "twice", "gradient")} == {EACH}

@@ -315,7 +315,7 @@ def _once(node: Node, why: str) -> Strategy:
 
 
 def _find_sums_before(program: Program, plan: Plan, level: Mapping[str, int], node: Node) -> list[Ref]:
-    """Returns the sums over all micro-batches on which ``node``, which would run in a second round, depends."""
+    """Returns the sums over all micro-batches on which ``node``, which would run in a second round, waits."""
     strategies = plan.strategies[""]
     found, seen, stack = dict[Ref, None](), {node.name}, [node]
     while stack:
@@ -326,6 +326,10 @@ def _find_sums_before(program: Program, plan: Plan, level: Mapping[str, int], no
             elif level[ref.node] in (2, 3) and ref.node not in seen:
                 seen.add(ref.node)
                 stack.append(program.by_name[ref.node])
+        for name in () if reader.marks.recomputed else reader.controls:  # what it waits for may be late by a sum, too
+            if level[name] in (2, 3) and name not in seen and not has_effects(program, program.by_name[name]):
+                seen.add(name)
+                stack.append(program.by_name[name])
     if not found:
         after = ", ".join(c for c in node.controls if level[c] > 1) or "a node that runs once, at the end"
         raise _second_round(node, f"has to run after {after}", plan.size)
