@@ -119,24 +119,35 @@ def _read_for_outputs(program: Program, each: Collection[str]) -> set[str]:
     return found
 
 
-def in_stages_of_readers(program: Program, stages: Mapping[str, int], agreed: Mapping[str, str]) -> Program:
-    """Moves collectives that have no stage, such as gathers of an input's shards, to the first stage that reads them.
+def give_stages(program: Program, stages: Mapping[str, int], agreed: Mapping[str, str]) -> Program:
+    """Moves collectives that have no stage to the first stage that reads them, such as gathers of an input's shards,
+    and those that no stage reads, such as gathers of fetched rows, to the last stage that computes their operands.
 
     Args:
       stages: stage -> its number in the order in which data pass the stages.
-      agreed: node -> stage, as found on ranks with rows; a rank without rows does not read what it sends to them.
+      agreed: node -> stage, as found on ranks with rows. A rank without rows does not read what it sends to them, and
+        computes nothing of what it gathers.
     """
     first = dict(agreed)  # node -> the first of the stages that read it
     moved: dict[str, Node] = {}
+
+    def move(node: Node, stage: str) -> None:
+        moved[node.name] = replace(node, scope=f"{stage}/{node.scope}".rstrip("/"))
+
     for node in reversed(program.nodes):
         stage = stage_of(node.scope)
         if stage not in stages and node.name in first:
             stage = first[node.name]
             if node.op in COLLECTIVES:
-                moved[node.name] = replace(node, scope=f"{stage}/{node.scope}".rstrip("/"))
+                move(node, stage)
         if stage in stages:
             for ref in node.inputs:
                 first[ref.node] = min(stage, first.get(ref.node, stage), key=stages.__getitem__)
+    named, computed = list(stages), _numbers(program, stages)
+    for node in program.nodes:
+        if node.op in COLLECTIVES and node.name in computed and node.name not in moved:
+            if stage_of(node.scope) not in stages:
+                move(node, named[computed[node.name]])
     return program.replace_nodes(tuple(moved.get(n.name, n) for n in program.nodes)) if moved else program
 
 

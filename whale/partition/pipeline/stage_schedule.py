@@ -15,7 +15,7 @@ from whale.ir.program import Node, Program, Ref, sort_nodes
 from whale.ir.values import DType, Func, Shape
 from whale.partition.pipeline.microbatch_loop import CALL, Call, outline
 from whale.partition.pipeline.microbatches import MicrobatchProgram, find_batch_rows
-from whale.partition.pipeline.phases import in_stages_of_readers, kinds, phases_of_rank
+from whale.partition.pipeline.phases import give_stages, kinds, phases_of_rank
 from whale.partition.pipeline.plan_microbatches import EACH, time_plan, untie_microbatches
 from whale.partition.pipeline.stages import Stages
 from whale.partition.spmd import is_alike
@@ -160,7 +160,7 @@ class WholeSchedule:
         return hoist_sends(outline(program, time, each, calls, phases), count_room)
 
     def _prepare(self, program: Program) -> Program:
-        return untie_microbatches(in_stages_of_readers(program, self.numbers, self.agreed.stages))
+        return untie_microbatches(give_stages(program, self.numbers, self.agreed.stages))
 
     def _plan(self, program: Program, received: dict[str, Shard]) -> tuple[Plan, dict[str, str]]:
         rows = {**find_batch_rows(program, self.mine, self.position, self.plan.micro_batches), **received}

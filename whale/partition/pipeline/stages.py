@@ -30,7 +30,7 @@ from whale.ir.plan import STAGE_INPUT, STAGE_OUTPUT, Edge, Plan
 from whale.ir.program import Program, Ref
 from whale.ir.values import TensorType, require_static_shape
 from whale.partition.axis_partitioner import AxisPartitioner, make_partitioner
-from whale.partition.pipeline.stage_programs import FETCH_KEY, cut
+from whale.partition.pipeline.stage_programs import FETCH_KEY, cut, drop_waits
 from whale.partition.rank_mapping import map_to_ranks
 from whale.passes.analysis.rank_groups import in_positions
 from whale.passes.pass_manager import plan_of_part
@@ -97,9 +97,10 @@ class Stages:
         self.expanded, self.plan, self.rows = expanded, plan, rows
         self.cuts = cut(expanded, plan.stage_groups)
         groups = plan.stage_groups
+        whole = drop_waits(expanded)  # as ``cut`` drops them: the same nodes then run in micro-batches
         self._of_plan = {
             g.plan: make_partitioner(
-                in_positions(expanded, groups, g.plan),
+                in_positions(whole, groups, g.plan),
                 plan.find_group_plan(g),
                 settings.but(size=len(g.ranks), rank_order=()),
             )
