@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 
 import whale as wh
 from tests.pipelines.compare import LIMIT, difference
+from tests.pipelines.draws import Plan, Training, difference_of
 from tests.pipelines.matrix import LAYOUTS, Run, all_runs
 from whale.errors import PlanError
 
@@ -17,11 +19,30 @@ SAMPLE = random.Random(7).sample(list(all_runs()), 5)
 SAMPLE += [run for run in all_runs() if str(run) == "tied embeddings, 4 micro-batches, 1f1b, adam, tf1"]
 SAMPLE += [Run(REPLICAS, 4, "zb-h1", "adam", recompute=True, zero=3)]
 SAMPLE += [Run(next(x for x in LAYOUTS if x.name == "2 stages x 2 x 2"), 4, "zb-h1")]
+# Ranks without rows take part in gathers of fetched rows, which no stage reads.
+SAMPLE += [Run(next(x for x in LAYOUTS if x.name == "interleaved x 2 x 2"), 7, "1f1b")]
 
 
 @pytest.mark.parametrize("run", SAMPLE, ids=str)
 def test_a_pipeline_is_as_one_device(run: Run) -> None:
     error, where = difference(run)
+    assert error <= LIMIT, where
+
+
+@pytest.mark.parametrize(
+    ("layers", "optimizer", "extras"),
+    [
+        (("dense", "branch"), ("SGD", ()), ["scaled"]),
+        (("branch", "loop"), ("SGD", ()), ["accumulated"]),
+        (("dense", "loop"), ("SGD", (("use_ema", True), ("ema_overwrite_frequency", 2))), []),
+    ],
+)
+def test_weights_of_loops_and_branches_that_are_updated_under_a_condition(
+    layers: tuple[str, ...], optimizer: tuple[str, tuple[tuple[str, Any], ...]], extras: list[str]
+) -> None:
+    """The condition holds the variables of all stages in one of them."""
+    plan = Plan(2, (0, 1), config=(("pipeline.micro_batches", 2),))
+    error, where = difference_of(Training(1, layers, "mean", optimizer, frozenset(extras), (8, 8), (plan,)))
     assert error <= LIMIT, where
 
 

@@ -21,6 +21,7 @@ from whale.ir.plan_text import format_plan
 from whale.ir.program import Program
 from whale.ir.text import format_program
 from whale.ir.verify import verify
+from whale.passes.analysis.stages import has_stages
 from whale.passes.memory.gather_at_use import gather_at_use, hoist_reads
 from whale.passes.memory.offload import TABLES
 from whale.passes.memory.recompute import recompute
@@ -173,6 +174,11 @@ NORMALIZE = Table(
             "mark_blocks",
             "marks lookups and sums whose indices stay within blocks of rows",
             lambda p, s: mark_blocks(p),
+        ),
+        Pass(
+            "read_before_bodies",
+            "reads variables in front of loops and branches, which may then be in another stage than what updates them",
+            lambda p, s: hoist_reads(p) if has_stages(p) else p,
         ),
         Pass(
             "annotate",

@@ -22,7 +22,7 @@ import numpy as np
 from whale.ir.marks import NO_MARKS, Marks
 from whale.ir.ops import BRANCHES, LOOPS
 from whale.ir.program import Node, Program, Ref, remove_unread
-from whale.ir.values import DType, Func, Shape, Tensor, TensorType
+from whale.ir.values import UNMOVABLE, DType, Func, Shape, Tensor, TensorType
 from whale.passes.analysis.scopes import PASSED_ON
 from whale.passes.analysis.uses import is_model
 from whale.passes.memory.zero import find_gathered_type
@@ -145,21 +145,30 @@ def _copies(use: _Use, number: int, controls: tuple[str, ...]) -> Iterator[Node]
         value = Ref(name)
 
 
-def hoist_reads(program: Program, min_bytes: int) -> Program:
+def hoist_reads(program: Program, min_bytes: int | None = None) -> Program:
     """Makes loops and branches take the values of variables that they only read, instead of the handles.
 
     Args:
-      min_bytes: smaller variables stay replicated, and are read where they were.
+      min_bytes: smaller variables, and those that are no tensors of floats, are read where they were; None: none is.
     """
+
+    def find_type(handle: Ref) -> TensorType | None:
+        if min_bytes is not None:
+            return find_gathered_type(program, handle, min_bytes)
+        variable = program.variable_of.get(handle.node)
+        if variable is None or not variable.type.is_static or variable.type.dtype in UNMOVABLE:
+            return None
+        return variable.type
+
     functions = dict(program.functions)
     handles: dict[Ref, Ref] = {}  # result of a loop that is a handle it was given -> that handle
     nodes: list[Node] = []
     for node in program.nodes:
         if not handles.keys().isdisjoint(node.inputs):
             node = replace(node, inputs=tuple(handles.get(r, r) for r in node.inputs))
-        if node.op == "VariableShape" and (kind := find_gathered_type(program, node.inputs[0], min_bytes)) is not None:
+        if node.op == "VariableShape" and (kind := find_type(node.inputs[0])) is not None:
             node = _shape(node, kind)
-        types = {i: find_gathered_type(program, node.inputs[i], min_bytes) for i in _operands(node)}
+        types = {i: find_type(node.inputs[i]) for i in _operands(node)}
         kinds = {i: kind for i, kind in types.items() if kind is not None and _is_only_read(program, node, i)}
         operands = list(node.inputs)
         for i, kind in kinds.items():
