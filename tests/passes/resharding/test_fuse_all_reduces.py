@@ -160,13 +160,13 @@ def test_sizes_that_only_the_run_knows_travel_alone() -> None:
     assert [r.group for r in fuse_all_reduces(program, {"": layout}, reshards, 1 << 20)] == [-1, -1]
 
 
-def _lookups(count: int) -> Program:
+def _lookups(count: int, width: int = 4) -> Program:
     """Rows of the batch are added to a table each, which every rank has whole; one of them is also fetched whole."""
     b = Builder("lookups")
-    x = b.input("x", (8, 4))
+    x = b.input("x", (8, width))
     ids, updates = b.const([0] * 8, "int32"), []
     for i in range(count):
-        table = b.variable(f"table_{i}", (10, 4))
+        table = b.variable(f"table_{i}", (10, width))
         updates.append(b.update("ResourceScatterAdd", table, ids, b.op("Tanh", x, name=f"rows_{i}")))
     return b.build([b.op("Exp", x, name="fetched")], updates)
 
@@ -179,3 +179,8 @@ def test_what_updates_take_is_gathered_together() -> None:
     reshards = explicit_reshards(program, layouts, 2)
     assert {r.ref.node for r in reshards} >= {"rows_0", "rows_1", "rows_2", "fetched"}
     assert not any(r.group >= 0 for r in fuse_all_reduces(program, layouts, reshards, 1 << 20, gathers=False))
+
+
+def test_what_sends_nothing_is_not_grouped() -> None:
+    """It adds no depth: what waits for it could be of its group."""
+    assert _members(_grouped(_lookups(3, width=0), 1 << 20, x=ROWS)) == []

@@ -67,7 +67,9 @@ def fuse_all_reduces(
         mine = [r for r in reshards if r.graph == graph]
         depth = _depths(body, layouts[graph], mine)
         position = {node.name: i for i, node in enumerate(body.nodes)}
-        fusable = [r for r in mine if is_all_reduce(r) or is_of_whole_table(r) or (gathers and is_all_gather(r))]
+        # What sends nothing (over one rank, or without elements) adds no depth, and might join what waits for it.
+        sending = filter(moves, mine)
+        fusable = [r for r in sending if is_all_reduce(r) or is_of_whole_table(r) or (gathers and is_all_gather(r))]
         for r in sorted(fusable, key=lambda r: position[r.ref.node]):
             tensor = body.find_type(r.ref)
             what = "parts" if is_of_whole_table(r) else r.source
