@@ -33,6 +33,7 @@ from whale.passes.normalize.embedding.gather_all_ids import gather_all_ids
 from whale.passes.normalize.embedding.owner_updates import update_on_owners
 from whale.passes.normalize.embedding.variable_gather import gather_from_variables
 from whale.passes.normalize.folding.fold import fold, powers
+from whale.passes.normalize.folding.single_rows import sum_single_rows
 from whale.passes.normalize.inline import inline, specialise
 from whale.passes.normalize.loss_scaling import skip_overflow
 from whale.passes.normalize.mixed_precision import lower_precision
@@ -137,6 +138,11 @@ NORMALIZE = Table(
         Pass("inline", "puts the bodies of called functions in the place of the calls", lambda p, s: inline(p)),
         Pass("fold", "computes shape arithmetic and other constants", lambda p, s: fold(p)),
         Pass("powers", "writes powers as simpler operations", lambda p, s: powers(p)),
+        Pass(
+            "sum_single_rows",
+            "sums gradients of what is broadcast over a batch of one row as those over larger batches",
+            lambda p, s: sum_single_rows(p),
+        ),
         Pass(
             "specialise",
             "gives nodes the static shapes that follow from those of the inputs",

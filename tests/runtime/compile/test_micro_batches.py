@@ -404,3 +404,33 @@ def test_a_batch_of_one_row_that_a_mask_takes_out_is_divided_into_micro_batches(
     ranks(2, **{"pipeline.micro_batches": 2})
     for a, b in zip(train(wh.function), wanted, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-12)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_single_row_in_micro_batches_with_biases_in_a_loop_and_a_branch(ranks: Start, count: int) -> None:
+    """A rank has one row of the batch: its bodies sum over rows as with more of them, and gather none."""
+
+    def train(function: Any) -> list[np.ndarray]:
+        draw = np.random.default_rng(0)
+        weight, bias = (tf.Variable(draw.standard_normal(shape)) for shape in ((4, 4), (4,)))
+
+        @function
+        def step(x: tf.Tensor) -> tf.Tensor:
+            with tf.GradientTape() as tape:
+                h = tf.while_loop(lambda n, h: n < 2, lambda n, h: (n + 1, tf.tanh(h @ weight + bias)), (0, x))[1]
+                h = tf.cond(
+                    bias[0] > 0.0, lambda: tf.nn.softplus(h @ weight + bias), lambda: tf.tanh(h @ weight) + bias
+                )
+                loss = tf.reduce_mean(h**2)
+            for variable, slope in zip((weight, bias), tape.gradient(loss, (weight, bias))):
+                variable.assign_sub(0.1 * slope)
+            return loss
+
+        x = tf.constant(draw.standard_normal((2, 4)))
+        values = [step(x[:rows]).numpy() for rows in (count, 1)]
+        return [*values, *(tf.convert_to_tensor(variable).numpy() for variable in (weight, bias))]
+
+    wanted = train(tf.function)
+    ranks(count, **{"pipeline.micro_batches": 2})
+    for a, b in zip(train(wh.function), wanted, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-12)

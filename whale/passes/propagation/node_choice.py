@@ -12,7 +12,7 @@ from whale.ir.layout import FIRST, B, Partial, PerRank, Placement, Replicate, Sh
 from whale.ir.ops import CONTRACTIONS, FUSED_UPDATE, VIEWS
 from whale.ir.program import Node, Ref
 from whale.ir.values import UNMOVABLE, require_static_shape
-from whale.passes.analysis.resharding_cost import compute_cost, count_matmul_flops, exchange_cost, move_cost
+from whale.passes.analysis.resharding_cost import LATENCY, compute_cost, count_matmul_flops, exchange_cost, move_cost
 from whale.passes.propagation.graph_state import INFINITE, GraphState
 from whale.passes.propagation.reference_plan import same_kind
 from whale.sharding_rules import find_rule
@@ -316,7 +316,9 @@ class NodeChoice:
         """Returns the cost of a strategy: the work of the busiest rank, the operands' reshards, and the all-reduce that
         partial results will need.
 
-        The all-reduce of an operand that stays partial is credited, since it was counted at its producer.
+        The all-reduce of an operand that stays partial is credited, since it was counted at its producer. Of a single
+        row it costs less than to gather that row: else a batch of one row would be gathered where larger ones are
+        summed, and in micro-batches loops and branches cannot gather.
 
         Args:
           touched: bytes of operands and results.
@@ -333,9 +335,11 @@ class NodeChoice:
             kept = type(self.state.layout.preferred.get(ref)) is PerRank
             if type(wanted) is Partial and type(source) is Partial and not kept:
                 cost -= self._potential(self.state.program.find_type(ref).bytes, source)
+        single = any(type(p) is Shard and p.extent == 1 for p in option.inputs)
         for out, placement in zip(node.outputs, option.outputs):
             if type(placement) is Partial:
-                cost += self._potential(out.bytes, placement)
+                potential = self._potential(out.bytes, placement)
+                cost += min(potential, LATENCY) if single else potential
         return cost
 
     def _potential(self, tensor_bytes: int, placement: Placement) -> float:
