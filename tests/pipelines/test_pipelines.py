@@ -46,6 +46,15 @@ def test_weights_of_loops_and_branches_that_are_updated_under_a_condition(
     assert error <= LIMIT, where
 
 
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_gradients_of_rows_that_a_rank_has_none_of_are_fetched(schedule: str) -> None:
+    """Seven micro-batches of a row, in stages of two ranks and of one."""
+    plan = Plan(6, (0, 1, 2, 3), config=(("pipeline.micro_batches", 4), ("pipeline.schedule", schedule)))
+    extras = frozenset(["slopes", "rows"])
+    error, where = difference_of(Training(1, ("dense",) * 4, "mean", ("SGD", ()), extras, (7,), (plan,)))
+    assert error <= LIMIT, where
+
+
 def test_a_mesh_that_the_stages_do_not_fill_is_refused() -> None:
     with pytest.raises(PlanError, match=r"cannot be shared among the stages of the mesh\n  given: mesh stage=4, 2 st"):
         difference(Run(REPLICAS, 1, "1f1b"), mesh=wh.Mesh(stage=4))

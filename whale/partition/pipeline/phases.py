@@ -39,7 +39,7 @@ def kinds(
     """
     at = _numbers(program, stages)
     mine = [n for n in program.nodes if n.name in each]
-    back: set[str] = set()
+    back = {name for name, kind in agreed.items() if kind != "F"}
     for node in mine:
         for ref in node.inputs:
             if ref.node in back or (ref.node in each and _is_before(at, node.name, ref.node)):
