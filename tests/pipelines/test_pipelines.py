@@ -55,6 +55,16 @@ def test_gradients_of_rows_that_a_rank_has_none_of_are_fetched(schedule: str) ->
     assert error <= LIMIT, where
 
 
+@pytest.mark.parametrize(("layers", "split"), [(("dense", "dense"), (0,)), (("gather", "gather"), (0, 1))])
+def test_batches_of_two_sizes_under_split_scopes_whose_weights_a_condition_keeps_whole(
+    layers: tuple[str, ...], split: tuple[int, ...]
+) -> None:
+    """A rank of a stage holds them whole after the first step, as in each; their readers take slices."""
+    plan, extras = Plan(4, (0, 1), split=split), frozenset(["accumulated"])
+    error, where = difference_of(Training(1, layers, "sum", ("SGD", ()), extras, (16, 8), (plan,)))
+    assert error <= LIMIT, where
+
+
 def test_a_mesh_that_the_stages_do_not_fill_is_refused() -> None:
     with pytest.raises(PlanError, match=r"cannot be shared among the stages of the mesh\n  given: mesh stage=4, 2 st"):
         difference(Run(REPLICAS, 1, "1f1b"), mesh=wh.Mesh(stage=4))

@@ -86,7 +86,9 @@ class Candidates:
                 if isinstance(given, Shard) and given.smallest == 0:
                     self._few.add(given.holders)
                 self._note(Ref(name), given)
-            for group in weights.get(name, ()) if name not in self.region.known else ():
+            # What has to be whole in any case is so in each program of the run; its readers take slices in each.
+            free = name not in self.region.known or (self.region.known[name] == B and self._is_kept_whole(name))
+            for group in weights.get(name, ()) if free else ():
                 for dim, size in enumerate(variable.type.shape or ()):
                     if size is not None and size >= len(group):
                         self._note(Ref(name), shard(dim, sizes_within(size, group, self.region.parts)))
@@ -268,9 +270,24 @@ class Candidates:
             if node.name in self.region.nodes:
                 if not any(o.inputs[i] == placement for o in self.options[node.name].values()):
                     return False
-                continue
-            current: list[Placement] = [B] * len(node.inputs)
-            current[i] = placement
-            if not can_take(self.region.program, node, i, current, self.region.parts):
+            elif not self._can_take(node, i, placement):
                 return False
         return True
+
+    def _can_take(self, node: Node, operand: int, placement: Placement) -> bool:
+        current: list[Placement] = [B] * len(node.inputs)
+        current[operand] = placement
+        return can_take(self.region.program, node, operand, current, self.region.parts)
+
+    def _is_kept_whole(self, handle: str) -> bool:
+        """Returns True if a node outside the scopes, such as a branch that updates the variable, takes no split of
+        it.
+        """
+        everyone = frozenset(range(self.region.parts))
+        sizes = enumerate(self.region.handles[handle].type.shape or ())
+        cuts = [shard(dim, sizes_within(size, everyone, self.region.parts)) for dim, size in sizes if size]
+        outside = self.region.program.consumers.get(Ref(handle), ())
+        return any(
+            node.name not in self.region.nodes and not any(self._can_take(node, i, cut) for cut in cuts)
+            for node, i in outside
+        )

@@ -71,7 +71,7 @@ def require_shardings(region: SplitRegion, candidates: Candidates) -> None:
         if region.flops(node) or node.op in RINGS:
             candidates.keep(name, lambda o: any(isinstance(p, Shard) for p in o.inputs + o.outputs))
     for path, something in divided.items():
-        if not something:
+        if not something and not _reads_variables(region, path):
             raise _make_nothing_error(region, path)
     # A scope around a loss alone has no weights, nor has a program that only initialises variables; but a program
     # with a sharded batch must have some under a split scope. Products that read variables are accepted all the same:
@@ -81,10 +81,15 @@ def require_shardings(region: SplitRegion, candidates: Candidates) -> None:
         raise _make_nothing_error(region, next(iter(region.nodes.values())).scope if region.nodes else "wh.split")
 
 
-def _reads_variables(region: SplitRegion) -> bool:
+def _reads_variables(region: SplitRegion, scope: str = "") -> bool:
+    """Returns True if a product reads a variable, of those that the scopes do not decide about if ``scope`` is given:
+    then a product of this scope.
+    """
     by_name = region.program.by_name
-    products = (node for node in region.nodes.values() if region.flops(node))
-    return any(by_name[ref.node].op == "ReadVariableOp" for node in products for ref in node.inputs)
+    products = (n for n in region.nodes.values() if region.flops(n) and scope in ("", n.scope))
+    reads = (by_name[ref.node] for node in products for ref in node.inputs)
+    others = (read for read in reads if read.op == "ReadVariableOp")
+    return any(not scope or read.inputs[0].node not in region.handles for read in others)
 
 
 def _along_context(region: SplitRegion, candidates: Candidates) -> None:
