@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from tests.programs import Builder
-from whale.ir.layout import B, Placement, Strategy, shard
-from whale.ir.program import Program
+from tests.programs import Builder, body
+from whale.ir.layout import P_SUM, B, Placement, Strategy, shard
+from whale.ir.program import Program, Ref
 from whale.ir.values import TensorType
+from whale.passes.propagation.propagate import propagate
 from whale.passes.propagation.reference_plan import ReferencePlan
 
 TABLE, ROWS = shard(0, (13, 13, 12, 12)), shard(0, (8, 8, 8, 8))
@@ -41,3 +42,24 @@ def test_what_may_be_rows_of_another_number_is_not_kept() -> None:
     program, strategy = _look_up(None), Strategy((B, ROWS), (ROWS,), "of the batch")
     known = ReferencePlan({"": {"look_up": strategy}}, {(8, 8, 8, 8): (6, 2, 12, 12)})
     assert known.exact(program, "", program.by_name["look_up"]) is None
+
+
+def test_results_of_branches_and_loops_are_partial_where_they_are_in_the_reference() -> None:
+    """Bodies of a group of ranks without rows return constants where those of the first group return sums of rows."""
+    b = Builder("like")
+    start = b.op("Fill", b.ints(4), b.const(0.0), name="start")
+    then, (x,) = body("then", (4,))
+    other, _ = body("other", (4,))
+    twice = then.build([then.op("Neg", x)]), other.build([other.op("Fill", other.ints(4), other.const(1.0))])
+    b.branch(b.op("Less", b.const(1.0), b.const(2.0)), *twice, start, name="branch")
+    turn, (count, state) = body("turn", (), (4,))
+    again = turn.build([turn.op("AddV2", count, turn.const(1.0)), turn.op("Identity", state)])
+    until, (count, _) = body("until", (), (4,))
+    more = until.build([until.op("Less", count, until.const(2.0))])
+    b.loop(more, again, b.const(0.0), start, name="loop")
+    program = b.build([Ref("branch"), Ref("loop", 1)])
+    known = {"branch": Strategy((B, B), (P_SUM,), "branch"), "loop": Strategy((B, P_SUM), (B, P_SUM), "loop")}
+    found = propagate(program, 2, {}, model=ReferencePlan({"": known}))[""].strategies
+    assert found["branch"].outputs == (P_SUM,) and found["loop"].outputs == (B, P_SUM)
+    alone = propagate(program, 2, {})[""].strategies
+    assert alone["branch"].outputs == (B,) and alone["loop"].outputs == (B, B)
