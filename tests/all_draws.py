@@ -77,6 +77,7 @@ DRAWS = (
     Draw("combinations", _part_of_pairs),
     Draw("combinations", lambda s: f"--size 3 --triples {s.count(100)} --seed {s.seed}"),
     Draw("pipelines", _part_of_pipelines),
+    Draw("pipelines", lambda s: f"--draw {s.count(50)} --seed {s.seed}"),
     Draw("unknown_sizes", lambda s: f"--count {s.count(150)} --first {s.seed % 900 * 1000}"),
     Draw("keras_fit", lambda s: f"--ranks {2 + 2 * (s.seed % 2)}"),
     Draw("guides"),
