@@ -5,6 +5,8 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import Any
 
+import msgspec
+
 from cost_model.analytic.layer_costs import Model, costs_of, move_to_alike
 from cost_model.analytic.memory import Footprint
 from cost_model.analytic.stage_costs import Passes, StageCost, lacking_bytes, passes_of, stage_cost, stage_memory
@@ -28,6 +30,7 @@ class StageCosts:
     def __init__(self, model: Model, machines: Machines) -> None:
         self._model, self._machines = model, machines
         self._known: dict[tuple[object, ...], StageCost] = {}
+        self._timed: dict[tuple[object, ...], StageCost] = {}  # the seconds of which hold for any memory
         self._passes: dict[tuple[object, ...], Passes] = {}
         self._memory: dict[tuple[object, ...], tuple[tuple[Footprint, ...], float]] = {}
         self._alike: dict[tuple[int, int], tuple[int, int]] = {}
@@ -87,6 +90,7 @@ class StageCosts:
     def _make_room(self) -> None:
         if max(len(self._known), len(self._passes), len(self._memory)) >= self.MOST:
             self._known.clear()
+            self._timed.clear()
             self._passes.clear()
             self._memory.clear()
 
@@ -129,16 +133,21 @@ class StageCosts:
             # devices, by the number of passes behind which its reduction hides, and by whether all forward passes come
             # first.
             after = pools[index + 1] if index < count - 1 else pools[0]
-            key = own, index == 0, index == count - 1, behind, pools[index - 1], after, lives[index]
-            if (cost := known.get(key)) is None:
+            key = own, index == 0, index == count - 1, behind, pools[index - 1], after
+            if (cost := known.get((key, lives[index]))) is None:
                 self._make_room()
-                passes = self._find_passes(strategy, own, ranks)
-                self.computed += 1
                 memory = self.find_memory(strategy, own, lives[index], ranks)
-                cost = stage_cost(
-                    self._model, self._machines, strategy, index, lives[index], ranks, passes, memory, Stage(*own[:3])
-                )
-                known[key] = cost
+                if (like := self._timed.get(key)) is None:
+                    passes = self._find_passes(strategy, own, ranks)
+                    self.computed += 1
+                    cost = stage_cost(
+                        self._model, self._machines, strategy, index, lives[index], ranks, passes, memory,
+                        Stage(*own[:3]),
+                    )  # fmt: skip
+                    self._timed[key] = cost
+                else:  # how many micro-batches a stage holds changes its memory, and no seconds
+                    cost = msgspec.structs.replace(like, memory=memory[0], lacking_bytes=memory[1])
+                known[key, lives[index]] = cost
             found.append(cost)
             if fitting and cost.lacking_bytes > 0:
                 break

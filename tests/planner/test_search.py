@@ -35,7 +35,7 @@ from whale.planner.analytic_search.moves import Moves, has_room, layer_moves
 from whale.planner.analytic_search.neighbours import other_orders
 from whale.planner.analytic_search.plan_check import check
 from whale.planner.analytic_search.search import Search
-from whale.planner.analytic_search.search_sequence import fits, search
+from whale.planner.analytic_search.search_sequence import exchange_ranks, fits, search
 from whale.planner.analytic_search.simplicity import is_simpler, measure_complexity
 
 TWO = cluster_file.parse(
@@ -306,6 +306,23 @@ def test_rows_that_take_several_micro_batches_are_divided_more_finely() -> None:
     assert found.fastest_s < 0.94 * whole.fastest_s
 
 
+@pytest.mark.parametrize(("ways", "expected"), [(4, 8), (8, 8), (0, 0)])
+def test_devices_that_divide_tokens_instead_of_tensors_have_as_many_experts_where_these_divide(
+    ways: int, expected: int
+) -> None:
+    """Case 73 of hands: the same devices with twice the context degree and half the tensor degree are 4 % faster."""
+    machines = Machines(MIXED)
+    model = TransformerModel(Transformer(12, 512, 8, 128, 30720, experts=8, top=2), stack("megatron-2022"), machines)
+    stage = Stage(((0, 12),), (DeviceGroup(0, 2, 4, 3),))
+    strategy = ParallelStrategy((stage,), 2, zero=1, sequence_parallel=True, expert_ranks=ways)
+    other = exchange_ranks(strategy, 2, model.experts)
+    assert other is not None and other.stages[0].parts == (DeviceGroup(0, 1, 8, 3),)
+    assert (other.context, other.expert_ranks, check(model, machines, other, 24)) == (2, expected, [])
+    assert exchange_ranks(other, 4, model.experts) is None  # no tensor is divided any more
+    back = exchange_ranks(other, 1, model.experts)
+    assert back is not None and (back.stages, back.context) == (strategy.stages, 1)
+
+
 def test_unequal_devices_share_rows_by_their_speed_under_the_plans_expert_parallel_degree() -> None:
     """Shares rows by speeds without exchanges of tokens, in which T4s are slower and else faster than P100s."""
     one = case(320)
@@ -445,6 +462,15 @@ def test_layers_cost_the_same_wherever_they_lie() -> None:
                     (own.send_s, own.reduce_s, own.update_s, own.lacking_bytes)
                 )
         assert cache.computed <= most
+        before, alike = cache.computed, tuple(Stage(((at, at + 1),), parts) for at in range(12))
+        long = ParallelStrategy(alike, 16)
+        for index, kept in enumerate(cache.list_costs(long)):  # the same seconds, each stage with memory of its own
+            own = stage_cost(model, machines, long, index, 12 - index, long.ranks)
+            assert (kept.memory, kept.lacking_bytes) == (own.memory, own.lacking_bytes)
+            assert (*kept.forward_s, *kept.backward_s, kept.reduce_s) == pytest.approx(
+                (*own.forward_s, *own.backward_s, own.reduce_s)
+            )
+        assert cache.computed - before <= 7
 
 
 LARGE = "gpt:layers=6,hidden=8192,heads=8,sequence=256,vocabulary=512"

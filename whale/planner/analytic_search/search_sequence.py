@@ -23,10 +23,11 @@ from cost_model.cluster.cluster_file import Cluster, HostEntry
 from cost_model.cluster.pools import Machines, Pool
 from whale.errors import PlanError
 from whale.ir.collector import suspend_garbage_collection
-from whale.ir.strategy import Offload, ParallelStrategy, Recompute
+from whale.ir.strategy import DeviceGroup, Offload, ParallelStrategy, Recompute
 from whale.planner.analytic_search.candidates import Constraints, SearchResult
 from whale.planner.analytic_search.estimate import divisors, least_s
 from whale.planner.analytic_search.infeasible import nothing_fits
+from whale.planner.analytic_search.moves import has_room
 from whale.planner.analytic_search.search import BEHIND, NothingFits, Search
 from whale.planner.analytic_search.simplicity import TIE, Complexity, find_front, is_simpler, measure_complexity
 from whale.planner.analytic_search.work import OutOfWork, Work
@@ -361,8 +362,8 @@ class _Sequence:
         return found
 
     def _convert_rows(self) -> bool:
-        """Tries the fastest strategies with half and twice their context-parallel degree, and continues with a faster
-        result.
+        """Tries the fastest strategies with half and twice their context-parallel degree, with their tensor-parallel
+        degrees and with others that keep the devices, and continues with a faster result.
 
         Parts of rows can be divided into micro-batches more finely than rows, which a converted strategy does not use
         yet. So a converted strategy that is nearly as fast is improved before it is compared.
@@ -380,8 +381,12 @@ class _Sequence:
             one = Search(best.model, best.machines, self.batch, limits, self.work, best.stage_costs)
             one.listed_s = best.listed_s
             known = sorted(((seconds, strategy) for seconds, strategy, _ in best.kept.entries), key=lambda e: e[0])
-            for converted in filter(None, (_divide_tokens(strategy, context) for _, strategy in known[:TAKEN_ALONG])):
-                one.consider(converted)
+            for _, strategy in known[:TAKEN_ALONG]:
+                instead = exchange_ranks(strategy, context, best.model.experts)
+                for converted in filter(None, (_divide_tokens(strategy, context), instead)):
+                    ranks = [stage.parts for stage in converted.stages]
+                    if all(map(one.moves.allows, ranks)) and has_room(one.machines, ranks):
+                        one.consider(converted, CLOSE * known_s)
             if one.fastest is not None and one.fastest[1].step_s < CLOSE * known_s:
                 one.improve_listed(IMPROVED_PART)
                 if one.fastest[1].step_s < known_s:
@@ -481,6 +486,26 @@ def _divide_tokens(strategy: ParallelStrategy, context: int) -> ParallelStrategy
             return None
         stages.append(msgspec.structs.replace(stage, parts=tuple(parts)))
     return msgspec.structs.replace(strategy, context=context, stages=tuple(stages))
+
+
+def exchange_ranks(strategy: ParallelStrategy, context: int, experts: int) -> ParallelStrategy | None:
+    """Returns the strategy with context-parallel degree `context` on the same devices, of which fewer (or more) divide
+    tensors in return, and with as many of a layer's `experts` on each device, where that divides them; None: a
+    tensor-parallel degree does not divide.
+    """
+    stages = []
+    for stage in strategy.stages:
+        parts = []
+        for part in stage.parts:
+            tensor, odd = divmod(part.tensor * strategy.context, context)
+            if odd:
+                return None
+            parts.append(DeviceGroup(part.pool, tensor, part.replicas // strategy.context * context, part.rows))
+        stages.append(msgspec.structs.replace(stage, parts=tuple(parts)))
+    ways = strategy.expert_ranks * context // strategy.context
+    if ways and experts % ways:
+        ways = strategy.expert_ranks
+    return msgspec.structs.replace(strategy, context=context, expert_ranks=ways, stages=tuple(stages))
 
 
 def _renumber_pools(strategy: ParallelStrategy, kept: Sequence[int]) -> ParallelStrategy:
