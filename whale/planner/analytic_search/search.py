@@ -760,11 +760,12 @@ class Search(Families):
 
     def _improve_best(self, count: int, closely: bool = False) -> None:
         """Improves `count` strategies while each change gains much (`LEAP`), then the fastest one by smaller gains as
-        well.
+        well; in a search on all devices also before the second strategy, since the budget may end before the last one.
 
         Args:
             closely: whenever a strategy becomes the fastest, improve it by smaller gains at once.
         """
+        polished, polishes = None, not closely and not self.few and math.isinf(self.limits.faster_than_s)
         for number, (seconds, strategy) in enumerate(self._beginnings()[:count]):
             wide = self.few and number < IMPROVED_WIDELY
             before = self.fastest
@@ -772,7 +773,12 @@ class Search(Families):
             if closely and self.fastest is not None and self.fastest is not before:
                 self._wander_from_best()
                 self.improve(self.fastest[0], self.fastest[1].step_s, STEP)
-        if not closely and not self.few and math.isinf(self.limits.faster_than_s):
+            if polishes and number == 0:
+                self.polish()
+                assert self.fastest is not None
+                self.improve(self.fastest[0], self.fastest[1].step_s, STEP)
+                polished = self.fastest
+        if polishes and self.fastest is not polished:
             self.polish()  # moves of layers gain little each, and much together, in the time that ranks take for once
         for gain in (STEP, SHORTER):
             assert self.fastest is not None
