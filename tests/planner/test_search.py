@@ -34,6 +34,7 @@ from whale.planner.analytic_search.layer_profiles import LayerProfile, Measured,
 from whale.planner.analytic_search.moves import Moves, has_room, layer_moves
 from whale.planner.analytic_search.neighbours import other_orders
 from whale.planner.analytic_search.plan_check import check
+from whale.planner.analytic_search.row_shares import variants
 from whale.planner.analytic_search.search import Search
 from whale.planner.analytic_search.search_sequence import exchange_ranks, fits, search
 from whale.planner.analytic_search.simplicity import is_simpler, measure_complexity
@@ -321,6 +322,21 @@ def test_devices_that_divide_tokens_instead_of_tensors_have_as_many_experts_wher
     assert exchange_ranks(other, 4, model.experts) is None  # no tensor is divided any more
     back = exchange_ranks(other, 1, model.experts)
     assert back is not None and (back.stages, back.context) == (strategy.stages, 1)
+
+
+@pytest.mark.parametrize(
+    ("groups", "expected"),
+    [(((8, 33), (8, 15)), {(34, 14), (32, 16)}), (((4, 9), (6, 5)), {(6, 7), (12, 3)}), (((1, 2), (1, 2)), {(1, 3), (3, 1)})],
+)  # fmt: skip
+def test_all_replicas_of_a_kind_give_rows_together(
+    groups: tuple[tuple[int, int], ...], expected: set[tuple[int, int]]
+) -> None:
+    """Case 88 of hands: 34 rows on each of 8 devices and 14 on each of 8 are 3 % faster than 33 and 15."""
+    found = variants(tuple(DeviceGroup(pool, 1, *own) for pool, own in enumerate(groups)))
+    rows = sum(replicas * rows for replicas, rows in groups)
+    assert all(sum(part.replicas * part.rows for part in one) == rows for one in found)
+    whole = {tuple(part.rows for part in one) for one in found[1:] if len(one) == 2}
+    assert whole == expected
 
 
 def test_unequal_devices_share_rows_by_their_speed_under_the_plans_expert_parallel_degree() -> None:

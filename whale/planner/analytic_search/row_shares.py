@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Sequence
 
 from whale.ir.strategy import DeviceGroup
@@ -78,19 +79,29 @@ def row_shares(
 
 
 def variants(parts: tuple[DeviceGroup, ...]) -> list[tuple[DeviceGroup, ...]]:
-    """Returns `parts` and variants with one row moved between replicas on two pools, which may fit where memory is
-    short.
+    """Returns `parts` and variants with rows moved between two pools: one row of one replica, which may fit where
+    memory is short, and rows of all replicas of a group, which are faster only together.
     """
     found = [parts]
     for giver, taker in itertools.permutations(range(len(parts)), 2):
-        if parts[giver].pool == parts[taker].pool or parts[giver].rows == 1:
+        give, take = parts[giver], parts[taker]
+        if give.pool == take.pool or give.rows == 1:
             continue
-        counted: dict[tuple[int, int, int], int] = {}
-        for at, part in enumerate(parts):
-            moved = {giver: -1, taker: 1}.get(at, 0)
-            for rows, replicas in ((part.rows + moved, 1 if moved else 0), (part.rows, part.replicas - bool(moved))):
-                if replicas:
-                    key = part.pool, part.tensor, rows
-                    counted[key] = counted.get(key, 0) + replicas
-        found.append(tuple(DeviceGroup(pool, tensor, n, rows) for (pool, tensor, rows), n in counted.items()))
+        found.append(_move_rows(parts, {giver: (1, -1), taker: (1, 1)}))
+        common = math.gcd(give.replicas, take.replicas)
+        fewer, more = take.replicas // common, give.replicas // common
+        if give.rows > fewer and (give.replicas, take.replicas) != (1, 1):
+            found.append(_move_rows(parts, {giver: (give.replicas, -fewer), taker: (take.replicas, more)}))
     return found
+
+
+def _move_rows(parts: Sequence[DeviceGroup], moved: dict[int, tuple[int, int]]) -> tuple[DeviceGroup, ...]:
+    """Returns the groups with `moved`, {number of a group: (how many of its replicas, rows more in each)}."""
+    counted: dict[tuple[int, int, int], int] = {}
+    for at, part in enumerate(parts):
+        replicas, more = moved.get(at, (0, 0))
+        for rows, count in ((part.rows + more, replicas), (part.rows, part.replicas - replicas)):
+            if count:
+                key = part.pool, part.tensor, rows
+                counted[key] = counted.get(key, 0) + count
+    return tuple(DeviceGroup(pool, tensor, n, rows) for (pool, tensor, rows), n in counted.items())
