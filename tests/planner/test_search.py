@@ -326,8 +326,12 @@ def test_devices_that_divide_tokens_instead_of_tensors_have_as_many_experts_wher
 
 @pytest.mark.parametrize(
     ("groups", "expected"),
-    [(((8, 33), (8, 15)), {(34, 14), (32, 16)}), (((4, 9), (6, 5)), {(6, 7), (12, 3)}), (((1, 2), (1, 2)), {(1, 3), (3, 1)})],
-)  # fmt: skip
+    [
+        (((8, 33), (8, 15)), {(34, 14), (32, 16)}),
+        (((4, 9), (6, 5)), {(6, 7), (12, 3)}),
+        (((1, 2), (1, 2)), {(1, 3), (3, 1)}),
+    ],
+)
 def test_all_replicas_of_a_kind_give_rows_together(
     groups: tuple[tuple[int, int], ...], expected: set[tuple[int, int]]
 ) -> None:

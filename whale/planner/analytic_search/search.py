@@ -14,7 +14,7 @@ results are simulated. Then `moves` improve the best ones, one change after the 
 family contains (other tensor-parallel degrees in the first and last stage, a further stage on idle devices, chunks of
 unequal length).
 
-Decisions: 0048, 0195, 0211, 0214.
+Decisions: 0048, 0195, 0211, 0214, 0215.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 The steps always come in the same order, and the budget only decides after which one the search ends: a larger budget
 never gives a slower plan, and a busy machine gives the same plan as an idle one.
 
-Decisions: 0077, 0158, 0172, 0187, 0194, 0195, 0209, 0211, 0214.
+Decisions: 0077, 0158, 0172, 0187, 0194, 0195, 0209, 0211, 0214, 0215.
 """
 
 from __future__ import annotations
