@@ -130,6 +130,8 @@ class _Sequence:
         if not self.found:
             return
         self.found[0].refine()  # takes little, and the budget may end before a search goes on
+        while self._convert_rows(closely=False):
+            pass
         self.found[0].begin_anew(*BEGUN)
         first, now = self.found[0], self._leave_idle_out()
         gone_on = [now, first] if now.machines is first.machines else [now]
@@ -361,12 +363,13 @@ class _Sequence:
             context, listed_s = 2 * context, one.listed_s
         return found
 
-    def _convert_rows(self) -> bool:
+    def _convert_rows(self, closely: bool = True) -> bool:
         """Tries the fastest strategies with half and twice their context-parallel degree, with their tensor-parallel
         degrees and with others that keep the devices, and continues with a faster result.
 
-        Parts of rows can be divided into micro-batches more finely than rows, which a converted strategy does not use
-        yet. So a converted strategy that is nearly as fast is improved before it is compared.
+        Args:
+            closely: improve a converted strategy that is nearly as fast before it is compared, since parts of rows can
+                be divided into micro-batches more finely than rows, and spend more work on a faster one.
 
         Returns:
             True if a result is faster, so that another degree may be faster still.
@@ -381,17 +384,19 @@ class _Sequence:
             one = Search(best.model, best.machines, self.batch, limits, self.work, best.stage_costs)
             one.listed_s = best.listed_s
             known = sorted(((seconds, strategy) for seconds, strategy, _ in best.kept.entries), key=lambda e: e[0])
+            most_s = CLOSE * known_s if closely else known_s
             for _, strategy in known[:TAKEN_ALONG]:
                 instead = exchange_ranks(strategy, context, best.model.experts)
                 for converted in filter(None, (_divide_tokens(strategy, context), instead)):
                     ranks = [stage.parts for stage in converted.stages]
                     if all(map(one.moves.allows, ranks)) and has_room(one.machines, ranks):
-                        one.consider(converted, CLOSE * known_s)
-            if one.fastest is not None and one.fastest[1].step_s < CLOSE * known_s:
-                one.improve_listed(IMPROVED_PART)
+                        one.consider(converted, most_s)
+            if one.fastest is not None and one.fastest[1].step_s < most_s:
+                if closely:
+                    one.improve_listed(IMPROVED_PART)
                 if one.fastest[1].step_s < known_s:
                     self.searches.append(one)
-                    one.go_on(IMPROVED)
+                    one.go_on(IMPROVED) if closely else one.refine()
                     return True
         return False
 
