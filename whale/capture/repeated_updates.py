@@ -6,7 +6,7 @@ So the update is traced once as a function of its gradient, and each further var
 function that gets the handles of its own: of the variable where the function captured the variable, of its momentum
 where it captured the momentum. The calls are inlined before planning, as any function's.
 
-Decision: 0218.
+Decision: 0216.
 """
 
 from __future__ import annotations
