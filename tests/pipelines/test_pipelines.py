@@ -46,6 +46,14 @@ def test_weights_of_loops_and_branches_that_are_updated_under_a_condition(
     assert error <= LIMIT, where
 
 
+def test_a_variance_of_the_batch_behind_weights_of_another_stage_is_fetched() -> None:
+    """Every rank reads what the first stage does under the condition, and so the variance is not only looked at."""
+    plan = Plan(2, (0, 1), config=(("pipeline.micro_batches", 2),))
+    extras = frozenset(["accumulated", "metric"])
+    error, where = difference_of(Training(1, ("dense",) * 2, "mean", ("SGD", ()), extras, (8, 8), (plan,)))
+    assert error <= LIMIT, where
+
+
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
 def test_gradients_of_rows_that_a_rank_has_none_of_are_fetched(schedule: str) -> None:
     """Seven micro-batches of a row, in stages of two ranks and of one."""

@@ -347,7 +347,8 @@ def _on_whole_batch(
       parts: number of micro-batches, for the error.
 
     Raises:
-      PlanError: ``ref`` depends on more than inputs and variables that the step does not write.
+      PlanError: ``ref`` depends on more than inputs and variables that the step does not write, or on rows of another
+        stage.
     """
     found: dict[str, Strategy] = {}
     stack, seen = [ref.node], {ref.node}
@@ -360,7 +361,9 @@ def _on_whole_batch(
             t.dtype in UNMOVABLE for t in node.outputs
         )
         kept = node.op == "ReadVariableOp" and _is_kept(program, node.inputs[0])
-        if node.op not in EXCHANGES and not kept and (node.stateful or carries or node.op in HAS_BODIES):
+        # Another stage sends its rows as it computes them, micro-batch by micro-batch.
+        arriving = node.op == "WhaleRecv" and _is_each(strategy)
+        if arriving or (node.op not in EXCHANGES and not kept and (node.stateful or carries or node.op in HAS_BODIES)):
             made = program.by_name[ref.node]
             _refuse_joined_rows(program, ref, parts)
             raise _second_round(

@@ -21,6 +21,7 @@ from whale.runtime.context import Context
 
 # Phases of messages between two ranks outside of micro-batches: received before them, or sent after them.
 BEFORE, AFTER = "the main graph, before its micro-batches", "the main graph, after its micro-batches"
+MESSAGE = "a message between stages"  # which the receiving stage has in phases of its own
 # Key of an exchange -> its ranks, and in how many micro-batches it is in each phase.
 Phases = Mapping[str, tuple[Sequence[int], Mapping[str, int]]]
 
@@ -55,8 +56,8 @@ def phases_of_exchanges(program: Program, stages: bool) -> dict[str, tuple[list[
     this rank has it.
 
     Args:
-      stages: whether the program has pipeline stages. Their sends and receives are left out, as each receiving stage
-        has phases of its own for them.
+      stages: whether the program has pipeline stages. Of their sends and receives it is told only that there are some,
+        as each receiving stage has phases of its own for them.
 
     Returns:
       key -> (ranks, phase -> in how many micro-batches); the phase "" is the main graph.
@@ -65,13 +66,16 @@ def phases_of_exchanges(program: Program, stages: bool) -> dict[str, tuple[list[
 
     def look(graph: Program, phase: str, times: int) -> None:
         for node in graph.nodes:
-            if node.op in EXCHANGES and not (stages and node.op in POINT_TO_POINT):
+            if node.op in EXCHANGES:
                 ranks = (
                     [int(node.attrs["peer"])] if "peer" in node.attrs else list(map(int, node.attrs.get("ranks", ())))
                 )
                 key = str(node.attrs.get("key", node.name))  # Horovod's key is the node's name
                 counts = found.setdefault(key, (ranks, {}))[1]
-                counts[phase] = counts.get(phase, 0) + times
+                if stages and node.op in POINT_TO_POINT:
+                    counts[MESSAGE] = 1
+                else:
+                    counts[phase] = counts.get(phase, 0) + times
             if node.op != CALL:
                 for _, func in iterate_function_refs(node):
                     look(program.functions[func.name], phase, times)
@@ -164,5 +168,5 @@ def _meet(counts: Mapping[str, int], theirs: Mapping[str, int]) -> bool:
 
 
 def _text(counts: Mapping[str, int]) -> str:
-    outside = {"": "no micro-batch", BEFORE: BEFORE, AFTER: AFTER}
+    outside = {"": "no micro-batch", BEFORE: BEFORE, AFTER: AFTER, MESSAGE: MESSAGE}
     return ", ".join(outside.get(phase) or f"{phase} of {n} micro-batches" for phase, n in counts.items())
