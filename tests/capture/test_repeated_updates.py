@@ -23,6 +23,12 @@ _WIDTH, _LAYERS, _STEPS = 4, 4, 3
 _SCHEDULE: dict[str, Any] = {"initial_learning_rate": 0.1, "decay_steps": 2, "decay_rate": 0.5}
 
 
+@pytest.fixture(autouse=True)
+def _ends() -> Iterator[None]:
+    yield
+    wh.shutdown()
+
+
 def _schedule() -> Any:
     return keras.optimizers.schedules.ExponentialDecay(**_SCHEDULE)
 
