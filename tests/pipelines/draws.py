@@ -29,7 +29,7 @@ Values = dict[str, np.ndarray]
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """How a training, or a part of it, is spread.
+    """Describes how a training, or a part of it, is spread.
 
     Attributes:
       ranks: how many there are.
@@ -55,7 +55,7 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Training:
-    """One training to be compared with one device.
+    """Describes one training that is compared with one device.
 
     Attributes:
       layers: the kind of each layer.
@@ -156,7 +156,7 @@ def _draw_plan(draw: random.Random, layers: int, rows: int) -> Plan:
 
 
 class Net(tf.Module):
-    """The layers, and what their loss is."""
+    """Holds the layers, and computes their loss."""
 
     def __init__(self, training: Training) -> None:
         values = np.random.default_rng(training.seed)
@@ -227,7 +227,7 @@ class Net(tf.Module):
 
 
 class Trained(tf.Module):
-    """A model, its optimizer, and the variables that the step has beside them."""
+    """Holds a model, its optimizer, and the variables that the step has beside them."""
 
     def __init__(self, training: Training) -> None:
         name, given = training.optimizer

@@ -24,7 +24,7 @@ from tensorflow.python.ops import resource_variable_ops
 
 _MODULE = "keras.src.backend.tensorflow.optimizer"  # Keras 3's base class of optimizers for TensorFlow
 _METHODS = ("update_step", "assign", "assign_add", "assign_sub", "_get_variable_index")
-# What else than its operations a function takes to trace, and what a call of it takes, in operations of such time.
+# What it takes to trace a function beside its operations, and a call of it, in numbers of traced operations.
 _FUNCTION_OPERATIONS, _CALL_OPERATIONS = 20, 3
 
 
@@ -101,7 +101,7 @@ def _list_states(optimizer: Any) -> dict[str, Sequence[Any]]:
 
 
 def _find_kind(optimizer: Any, states: Mapping[str, Sequence[Any]], gradient: Any, variable: Any) -> object | None:
-    """Returns a key that is equal for variables whose updates differ only in their handles; None: it is not known."""
+    """Returns a key that is equal for variables whose updates differ only in their handles; None: they are unlike."""
     if not isinstance(gradient, tf.Tensor) or not isinstance(variable, resource_variable_ops.BaseResourceVariable):
         return None  # gradients of rows have other sizes, and variables of tf.distribute have several handles
     if not gradient.shape.is_fully_defined() or not variable.shape.is_fully_defined():
