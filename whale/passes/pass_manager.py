@@ -28,6 +28,7 @@ from whale.passes.memory.recompute import recompute
 from whale.passes.normalize.annotate import annotate, mark_flattened, mark_streams, task_graphs
 from whale.passes.normalize.collapse_updates import collapse_called_updates, collapse_updates
 from whale.passes.normalize.cse import merge_reads, share_scalars
+from whale.passes.normalize.divide_conditions import divide_conditions
 from whale.passes.normalize.embedding.block_local_gather import mark_blocks
 from whale.passes.normalize.embedding.gather_all_ids import gather_all_ids
 from whale.passes.normalize.embedding.owner_updates import update_on_owners
@@ -185,6 +186,12 @@ NORMALIZE = Table(
             "read_before_bodies",
             "reads variables in front of loops and branches, which may then be in another stage than what updates them",
             lambda p, s: hoist_reads(p) if has_stages(p) else p,
+        ),
+        Pass(
+            "divide_conditions",
+            "divides conditions under which variables of several stages are updated into one for each stage",
+            lambda p, s: divide_conditions(p),
+            When("more than one rank", lambda s: s.size > 1),
         ),
         Pass(
             "annotate",

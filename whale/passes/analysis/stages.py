@@ -259,7 +259,7 @@ def assign_stages(program: Program, annotated: Program) -> Program:
     """
     if not has_stages(program):
         return annotated
-    stage = _Assignment(program).run()
+    stage = find_stages(program)
     known = set(stage.values())
     nodes = []
     for node in annotated.nodes:
@@ -268,6 +268,11 @@ def assign_stages(program: Program, annotated: Program) -> Program:
             node = replace(node, scope="")  # of a stage in which only variables were created
         nodes.append(node if not mine or stage_of(node.scope) == mine else replace(node, scope=mine))
     return annotated.replace_nodes(tuple(nodes))
+
+
+def find_stages(program: Program) -> dict[str, str]:
+    """Returns the stage of each node that is not free, by name."""
+    return _Assignment(program).run()
 
 
 class _Assignment:

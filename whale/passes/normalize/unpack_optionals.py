@@ -158,7 +158,7 @@ def _replace_slot(graph: Program, functions: dict[str, Program], slot: _Slot) ->
             if owner == a:
                 outputs[place] = ref
             else:
-                added = _make_nothing(f"{slot.producer.rpartition('/')[2]}/unused_{slot.index}_{place}", t)
+                added = make_nothing(f"{slot.producer.rpartition('/')[2]}/unused_{slot.index}_{place}", t)
                 nodes += added
                 outputs[place] = Ref(added[-1].name)
         functions[name] = prune(replace(body, nodes=tuple(nodes), outputs=tuple(outputs)))
@@ -252,7 +252,7 @@ def _fresh_names(body: Program) -> Callable[[str], str]:
     return fresh
 
 
-def _make_nothing(name: str, t: TensorType) -> list[Node]:
+def make_nothing(name: str, t: TensorType) -> list[Node]:
     """Creates nodes that yield a value nobody reads: zeros, or an empty optional for a variant; the last node has the
     result.
     """
