@@ -103,7 +103,10 @@ def test_each_pass_is_dumped_and_verified(
     ("changes", "more"),
     [
         ({}, set()),
-        ({"size": 1}, {"-update_on_owners", "-share_hidden_updates", "-use_shared_objects_once"}),
+        (
+            {"size": 1},
+            {"-divide_conditions", "-update_on_owners", "-share_hidden_updates", "-use_shared_objects_once"},
+        ),
         ({"own_processes": True}, {"run_python_everywhere", "-use_shared_objects_once"}),
         ({"precision__matmul_dtype": "bfloat16"}, {"mixed_precision"}),
         ({"precision__matmul_dtype": "float16"}, {"skip_overflow", "mixed_precision"}),

@@ -267,7 +267,8 @@ class _Division:
         needed = {n.name for n in prune(graph).nodes}
         effects = [e for name in graph.effects for e in parts.get(name, [name])]
         effects += [name for name in (*whole, *alone) if whole.get(name, name) in needed]
-        return graph.replace_nodes(tuple(nodes.values()), outputs=outputs, effects=tuple(dict.fromkeys(effects))), stages
+        ends = tuple(dict.fromkeys(effects))
+        return graph.replace_nodes(tuple(nodes.values()), outputs=outputs, effects=ends), stages
 
     def _find_waits(self, node: Node, other: str, nodes: Mapping[str, Node]) -> dict[str, None]:
         """Returns what a node waits for that waited for ``other``: that one if both access a variable, or one of them
@@ -335,7 +336,9 @@ class _Division:
             for tensor in mine.taken:
                 given = interfaces[bodies[tensor.alternative].group[tensor.ref.node]].given
                 given += [tensor] if tensor not in given else []
-        made = [(self._make_part(node, bodies, groups, group, interfaces), group[1]) for group in groups]
+        made: list[tuple[Node, int | None]] = [
+            (self._make_part(node, bodies, groups, group, interfaces), group[1]) for group in groups
+        ]
         names = {group: part.name for group, (part, _) in zip(groups, made)}
         results = tuple(Ref(names[g], interfaces[g].returned.index(i)) for i, g in enumerate(returned))
         return made, results
