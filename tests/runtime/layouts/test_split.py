@@ -240,6 +240,24 @@ def test_mistakes_name_what_to_do(ranks: Callable[..., None]) -> None:
 
     with pytest.raises(PlanError, match="no product or lookup that reads a variable"):
         nothing(np.ones((4, 4)))
+    weight = tf.Variable(np.eye(4), name="weight")
+
+    def product(x: tf.Tensor) -> tf.Tensor:
+        return tf.nn.relu(x @ weight)
+
+    @wh.function
+    def branch(x: tf.Tensor) -> tf.Tensor:
+        with wh.split():
+            return tf.cond(tf.reduce_sum(weight) > 0.0, lambda: product(x), lambda: x)
+
+    @wh.function
+    def loop(x: tf.Tensor) -> tf.Tensor:
+        with wh.split():
+            return tf.while_loop(lambda n, h: n < 2, lambda n, h: (n + 1, product(h)), (0, x))[1]
+
+    for step, op in ((branch, "If"), (loop, "While")):
+        with pytest.raises(PlanError, match=rf"\({op}\): products are in the bodies of branches and loops"):
+            step(np.ones((4, 4)))
 
 
 class Layers(tf.Module):

@@ -8,8 +8,9 @@ from functools import partial
 
 from whale.errors import PlanError
 from whale.ir.layout import B, Shard
-from whale.ir.ops import ROW_LOOKUPS
-from whale.ir.program import Node, Ref
+from whale.ir.ops import HAS_BODIES, LOOKUPS, ROW_LOOKUPS
+from whale.ir.program import Node, Program, Ref, iterate_function_refs
+from whale.passes.analysis.resharding_cost import count_matmul_flops
 from whale.passes.analysis.scopes import context_of, ranks_of_scope, split_scope
 from whale.passes.autoshard.candidates import Candidates
 from whale.passes.autoshard.region import SplitRegion
@@ -133,6 +134,28 @@ def _along(region: SplitRegion, candidates: Candidates, node: Node, handle: str,
     )
 
 
+def _list_bodies_with_products(region: SplitRegion, scope: str) -> list[str]:
+    """Returns the branches and loops under a scope in whose bodies matrix products or lookups stand, as text."""
+    functions = region.program.functions
+
+    def has_product(body: Program) -> bool:
+        return any(
+            n.op in LOOKUPS
+            or count_matmul_flops(n, [body.find_type(r) for r in n.inputs])
+            or any(has_product(functions[f.name]) for _, f in iterate_function_refs(n) if f.name in functions)
+            for n in body.nodes
+        )
+
+    return [
+        f"{n.name} ({n.op})"
+        for n in region.program.nodes
+        if n.op in HAS_BODIES
+        and split_scope(n.scope)
+        and (n.scope == scope or not region.nodes)
+        and any(has_product(functions[f.name]) for _, f in iterate_function_refs(n) if f.name in functions)
+    ]
+
+
 def _make_nothing_error(region: SplitRegion, scope: str) -> PlanError:
     parts = len(ranks_of_scope(scope) or range(region.parts))
     ranks = f"over {parts} ranks"
@@ -144,6 +167,15 @@ def _make_nothing_error(region: SplitRegion, scope: str) -> PlanError:
                 said = f"{name} reads {weight.name} {list(weight.type.shape or ())} {ranks}"
                 rows.setdefault(weight.name, said)
                 held_whole &= region.known.get(weight.node) == B
+    inside = [] if rows else _list_bodies_with_products(region, scope)
+    if inside:
+        return PlanError(
+            "nothing under a split scope can be divided",
+            op=scope,
+            given=f"{', '.join(inside[:4])}: products are in the bodies of branches and loops, where weights are whole",
+            expected="a dense, convolution, attention or embedding layer outside of tf.cond and tf.while_loop",
+            action="call the layer in front of the branch or loop, under `with wh.split():`, or remove the scope",
+        )
     if not rows:
         return PlanError(
             "nothing under a split scope can be divided",
