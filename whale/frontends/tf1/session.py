@@ -39,11 +39,12 @@ from whale.frontends.tf1.batches import (
 from whale.frontends.tf1.deferred_initializers import DeferredAssignments
 from whale.frontends.tf1.one_rank import SingleRankRuns, run_key
 from whale.frontends.tf1.ranks_graph import RanksGraph, Run
+from whale.frontends.tf1.reads import read_first, read_last
 from whale.frontends.tf1.saving import CheckpointRuns
 from whale.frontends.tf1.variables import Layout, SessionVariables
-from whale.ir.ops import QUEUE_WRITES, READS
+from whale.ir.ops import QUEUE_WRITES
 from whale.ir.plan import Plan
-from whale.ir.program import Node, Program, Ref, remove_work
+from whale.ir.program import Program, remove_work
 from whale.passes.normalize.inline import inline, specialise
 from whale.passes.normalize.unpack_optionals import unpack_optionals
 from whale.runtime.annotate import put_in_default_scope, put_in_named_scopes
@@ -365,7 +366,7 @@ class DistributedSession(BaseSession):  # type: ignore[misc]
         if self._whale.has_local_batch:
             refuse_fixed_rows(shapes)
         captured = self._captures.capture([*fetches, *targets], shapes, done)
-        program = read_last(captured.program)
+        program = read_first(read_last(captured.program))
         if self._whale.has_local_batch:
             program = remove_work(program, {n for n in done if self.graph.get_operation_by_name(n).type in BEGINS})
         if self._whale.planning.meaning is not None:
@@ -418,40 +419,6 @@ class _PlanOnly(BaseException):
 
     def __init__(self, plan: Plan):
         self.plan = plan
-
-
-def read_last(program: Program) -> Program:
-    """Returns ``program`` with each fetched read of a variable placed after all updates of the variable in the run.
-
-    Without a control edge, TensorFlow may read a resource variable before or after an update; a fetched reference
-    variable was read after it. A read that has control inputs keeps its place, and so do other consumers of a read.
-    """
-    outputs = list(program.outputs)
-    added: dict[str, Node] = {}
-    for i, ref in enumerate(outputs):
-        read = _find_read(program, ref)
-        if read is None:
-            continue
-        updates = _list_updates(program, read)
-        if updates:
-            name = f"{read.name}/fetched"
-            added[name] = replace(read, name=name, controls=tuple(updates))
-            outputs[i] = Ref(name)
-    if not added:
-        return program
-    return replace(program, nodes=(*program.nodes, *added.values()), outputs=tuple(outputs))
-
-
-def _find_read(program: Program, ref: Ref) -> Node | None:
-    """Returns the ReadVariableOp that outputs ``ref``; None if it is another op, or has control inputs."""
-    node = program.by_name[ref.node]
-    return node if node.op == "ReadVariableOp" and not node.controls else None
-
-
-def _list_updates(program: Program, read: Node) -> list[str]:
-    """Returns the names of the nodes that change, or may change, the variable that ``read`` reads."""
-    users = program.consumers.get(read.inputs[0], ())
-    return list(dict.fromkeys(node.name for node, _ in users if node.op not in READS))
 
 
 # Runs what brings data into a session's runs (iterators, dequeues, Python functions) on the first rank, ahead of the
