@@ -10,7 +10,7 @@ nobody reads.
 Stages may wait for each other in both directions: for the norm, and then for what is scaled by it. So a stage has a
 part for each level, where the level of a node is the largest number of changes of stage on a way to it.
 
-Decision: 0219.
+Decision: 0217.
 """
 
 from __future__ import annotations
