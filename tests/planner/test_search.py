@@ -6,6 +6,7 @@ import itertools
 import math
 import random
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -30,6 +31,7 @@ from whale.planner import ask
 from whale.planner.analytic_search import search_sequence, simplicity
 from whale.planner.analytic_search.candidates import Constraints
 from whale.planner.analytic_search.infeasible import changes
+from whale.planner.analytic_search.layer_partition import balance_layers
 from whale.planner.analytic_search.layer_profiles import LayerProfile, Measured, TableLayer, TableModel
 from whale.planner.analytic_search.moves import Moves, has_room, layer_moves
 from whale.planner.analytic_search.neighbours import other_orders
@@ -389,10 +391,56 @@ def test_what_no_change_improves_is_improved_from_elsewhere() -> None:
     ended_s = own.fastest[1].step_s
     own.refine()
     assert own.fastest[1].step_s == ended_s
-    own.begin_anew(12, math.inf)
+    own.begin_anew(24, math.inf)
     strategy, found = own.fastest
     assert found.fits and found.step_s < 0.994 * ended_s
     assert check(model, model.machines, strategy, one.batch) == []
+
+
+def test_few_replicas_of_the_first_stage_are_tried_where_links_are_slow() -> None:
+    """Sums the embedding's gradients over no link of 10 GbE; half a second of a search once ended at twice the step."""
+    one = case(37)
+    model = one.model()
+    found = search(model, model.machines, one.batch, Constraints(budget_s=0.5))
+    first, second = found.strategy.stages[:2]
+    assert first.replicas == 1 < second.replicas
+    assert found.fastest_s < 0.3
+    assert check(model, model.machines, found.strategy, one.batch) == []
+
+
+def test_chunks_are_compared_after_their_layers_were_moved() -> None:
+    """Interleaves nine stages of eight micro-batches: 7 % faster, but slower as long as layers are divided by speed."""
+    one = case(11)
+    model = one.model()
+    found = search(model, model.machines, one.batch, Constraints(budget_s=1.5))
+    assert found.strategy.chunks > 1 and found.strategy.micro_batches < len(found.strategy.stages)
+    assert found.fastest_s < 0.156
+    own = Search(model, model.machines, one.batch, Constraints())
+    settings = msgspec.structs.replace(found.strategy, stages=())
+    ranks = [stage.parts for stage in found.strategy.stages]
+    plain_s, _ = own.consider(own._divided(settings, ranks, 1))
+    divided_s, _ = own.consider(own._divided(settings, ranks, found.strategy.chunks))
+    assert found.fastest_s < 0.98 * min(plain_s, divided_s)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_layers_are_balanced_over_stages(seed: int) -> None:
+    """The slowest stage takes no longer than under any other division."""
+    r = random.Random(seed)
+    stages, least = r.randint(2, 4), r.randint(1, 2)
+    count = r.randint(least * stages, least * stages + 9)
+    each_s = [r.uniform(0.2, 2.0) for _ in range(stages)]
+    more_s = [r.choice((0.0, r.uniform(0.0, 6.0))) for _ in range(stages)]
+    layers = balance_layers(count, each_s, more_s, least)
+    assert sum(layers) == count and min(layers) >= least
+
+    def slowest_s(own: Sequence[int]) -> float:
+        return max(more + n * each for n, each, more in zip(own, each_s, more_s))
+
+    all_of_them = itertools.product(range(least, count + 1), repeat=stages)
+    assert slowest_s(layers) == pytest.approx(
+        min(slowest_s(own) for own in all_of_them if sum(own) == count), rel=1e-12
+    )
 
 
 def test_experts_have_a_degree_of_their_own() -> None:

@@ -6,6 +6,7 @@ the time limit.
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections.abc import Sequence
 
@@ -195,3 +196,35 @@ class Chain:
         lows = [0, *ends[:-1]]
         stages = tuple(Stage(((low, high),), kind) for (kind, _, _), low, high in zip(self.kinds, lows, ends))
         return msgspec.structs.replace(self.settings, stages=stages)
+
+
+def balance_layers(count: int, each_s: Sequence[float], more_s: Sequence[float], least: int) -> list[int]:
+    """Divides `count` equal layers over stages so that the slowest stage takes as little time as possible.
+
+    Args:
+        each_s: seconds of a layer on each stage.
+        more_s: seconds of what each stage does besides layers.
+        least: layers that each stage has at least; `count` is no less than that for all of them.
+
+    Returns:
+        The layers of each stage.
+    """
+    # The seconds of every stage, if layers could be divided into fractions.
+    even_s = (count + sum([more / each for more, each in zip(more_s, each_s)])) / sum([1 / each for each in each_s])
+    layers = [max(least, int((even_s - more) / each)) for more, each in zip(more_s, each_s)]
+    if (left := count - sum(layers)) > 0:
+        after = [(more_s[i] + (n + 1) * each_s[i], i) for i, n in enumerate(layers)]
+        heapq.heapify(after)
+        for _ in range(left):
+            seconds, i = after[0]
+            layers[i] += 1
+            heapq.heapreplace(after, (seconds + each_s[i], i))
+    elif left < 0:
+        slowest = [(-more_s[i] - n * each_s[i], i) for i, n in enumerate(layers) if n > least]
+        heapq.heapify(slowest)
+        for _ in range(-left):
+            seconds, i = heapq.heappop(slowest)
+            layers[i] -= 1
+            if layers[i] > least:
+                heapq.heappush(slowest, (seconds + each_s[i], i))
+    return layers

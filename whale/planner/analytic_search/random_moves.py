@@ -189,7 +189,7 @@ class RandomMoves:
         ranks, counts, stages = *_of(strategy), len(strategy.stages)
         most = min(self.chunks, self.moves.layers // stages)
         chunks = r.choice((1, strategy.chunks - 1, strategy.chunks + 1, 2 * strategy.chunks, r.randint(1, most)))
-        if stages == 1 or not 0 < chunks <= most or strategy.micro_batches < stages:
+        if stages == 1 or not 0 < chunks <= most:
             return None
         own = [sum(counts[stage::stages]) for stage in range(stages)]
         if min(own) < chunks:

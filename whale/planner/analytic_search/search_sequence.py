@@ -3,7 +3,7 @@
 The steps always come in the same order, and the budget only decides after which one the search ends: a larger budget
 never gives a slower plan, and a busy machine gives the same plan as an idle one.
 
-Decisions: 0077, 0158, 0172, 0187, 0194, 0195, 0209, 0211, 0214, 0215.
+Decisions: 0077, 0158, 0172, 0187, 0194, 0195, 0209, 0211, 0214, 0215, 0219.
 """
 
 from __future__ import annotations
@@ -45,6 +45,7 @@ ROUGHLY = 1.2  # candidates with another ZeRO level or context degree are tried 
 ABOUT = 1.1  # ... and improved up to this times the best candidate's step
 LEAST_TOKENS = 256  # least tokens of a row on each context-parallel rank
 CLOSE = 1.03  # a strategy with another choice is polished if its step is below this times the best
+OFFLOADS: tuple[Offload, ...] = ("optimizer", "parameters")  # tried where the best strategy recomputes
 TAKEN_ALONG = 60  # strategies that a search takes over from one on more hosts, or with another context degree
 GONE_ON = 3  # searches, those with the fastest strategies, on which more work is spent at the end
 FAR = 1.25  # ... unless their fastest strategy takes more than this times the best one
@@ -129,14 +130,12 @@ class _Sequence:
         self.run_on_all()
         if not self.found:
             return
-        self.found[0].refine()  # takes little, and the budget may end before a search goes on
+        first, now = self.found[0], self._leave_idle_out()
+        gone_on = [now, first] if now.machines is first.machines else [now]
+        now.refine()  # takes little, and the budget may end before a search goes on
         while self._convert_rows(closely=False):
             pass
         self.found[0].begin_anew(*BEGUN)
-        first, now = self.found[0], self._leave_idle_out()
-        gone_on = [now, first] if now.machines is first.machines else [now]
-        if now is not first:
-            now.begin_anew(*BEGUN)
         now.go_on(IMPROVED)
         while self._convert_rows():
             pass
@@ -201,7 +200,7 @@ class _Sequence:
             one = self._begin(best.model, best.machines, limits, IMPROVED_PART, ROUGHLY * best.listed_s)
             if one.fastest is not None and one.fastest[1].step_s < CLOSE * known_s:
                 one.polish()  # the fastest strategy was polished too, so that both are compared at their best
-            if one.fastest is not None and one.fastest[1].step_s < known_s:
+            if name != "offload" and one.fastest is not None and one.fastest[1].step_s < known_s:
                 took_s, fitted = best.consider(one.fastest[0])
                 if took_s < known_s:
                     best.improve(fitted, took_s)
@@ -441,11 +440,11 @@ def _list_simpler(search: Search, than: ParallelStrategy) -> list[tuple[float, C
 
 def _list_other_choices(
     strategy: ParallelStrategy, model: Model, machines: Machines, batch: int
-) -> Iterator[tuple[str, int | Recompute]]:
+) -> Iterator[tuple[str, int | Recompute | Offload]]:
     """Yields (name of a constraint, value) for choices that `strategy` did not make, such as ("stages", 4).
 
-    Stages, replicas, tensor degrees and rows come in turn, values near the strategy's own first; recompute, chunks and
-    ZeRO level, which single moves reach as well, come last.
+    Stages, replicas, tensor degrees and rows come in turn, values near the strategy's own first; recompute, chunks,
+    offload, which no move changes, and ZeRO level, which single moves reach as well, come last.
     """
     parts = [part for stage in strategy.stages for part in stage.parts]
     stages, rows, chunks = len(strategy.stages), parts[0].rows, strategy.chunks
@@ -466,6 +465,8 @@ def _list_other_choices(
     if stages > 1:
         other = dict.fromkeys((chunks // 2, 1, 2, chunks + 1, chunks - 1, 2 * chunks))
         yield from (("chunks", n) for n in other if n > 0 and n != chunks)
+    if set(strategy.recomputes) != {"none"} and all(pool.host_bytes for pool in machines.pools):
+        yield from (("offload", one) for one in OFFLOADS if one != strategy.offload)  # needs no recomputation, maybe
     yield from (("zero", level) for level in range(4) if level != strategy.zero)
 
 
