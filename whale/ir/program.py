@@ -170,7 +170,10 @@ class Program:
         table: dict[Ref, list[tuple[Node, int]]] = {}
         for node in self.nodes:
             for i, ref in enumerate(node.inputs):
-                table.setdefault(ref, []).append((node, i))
+                if (readers := table.get(ref)) is None:
+                    table[ref] = [(node, i)]
+                else:
+                    readers.append((node, i))
         return table
 
     @cached_property

@@ -35,6 +35,7 @@ PASSED_ON = VIEWS | {"ReadVariableOp", "Cast", "Transpose"}
 _KINDS = ("replica", "stage", "split")  # outermost first
 
 
+@lru_cache(maxsize=4096)
 def split_scope(path: str) -> tuple[str, int | None] | None:
     """Returns (the path, its ``dim=`` or None) if the innermost scope of ``path`` is a ``wh.split``; else None."""
     match = _SCOPE.match(path.rsplit("/", 1)[-1])

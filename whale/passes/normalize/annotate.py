@@ -115,8 +115,11 @@ def _leave_split_scopes(program: Program, scope: dict[str, str], of_variable: Ma
     served = _map_served(program, of_variable)
     reads: dict[str, str] = {}
     for node in program.nodes:
-        found = [of_variable.get(r.node) or reads.get(r.node, "") for r in node.inputs]
-        own = next((path for path in found if path), "")
+        own = ""
+        for name, _ in node.inputs:
+            if path := of_variable.get(name) or reads.get(name):
+                own = path
+                break
         if node.op in PASSED_ON:
             reads[node.name] = own
         if not node.scope and (split_scope(scope[node.name]) or split_scope(own)):
@@ -143,9 +146,10 @@ def _find_scope_between(program: Program, node: Node, scope: Mapping[str, str], 
 
 def _is_between(program: Program, node: Node, path: str) -> bool:
     """Returns True if all operands and all readers of a node are in the scope ``path``."""
+    if not node.inputs or any(program.by_name[name].scope != path for name, _ in node.inputs):
+        return False
     readers = [reader for ref in node.list_refs() for reader, _ in program.consumers.get(ref, ())]
-    near = [program.by_name[r.node].scope for r in node.inputs] + [reader.scope for reader in readers]
-    return bool(node.inputs and readers) and all(other == path for other in near)
+    return bool(readers) and all(reader.scope == path for reader in readers)
 
 
 def _map_served(program: Program, of_variable: Mapping[str, str]) -> dict[str, frozenset[str]]:
@@ -159,27 +163,34 @@ def _map_served(program: Program, of_variable: Mapping[str, str]) -> dict[str, f
       of_variable: handle node -> the variable's scope.
     """
     handles = program.variable_of
-    leads: dict[str, frozenset[str]] = {}
-    without: dict[str, frozenset[str]] = {name: frozenset() for name in handles if not of_variable.get(name)}
+    # Sets of scopes are integers with a bit for each scope: unions of sets took most of the time.
+    paths = ["", *dict.fromkeys(path for name in handles if (path := of_variable.get(name)))]
+    bits = {path: 1 << i for i, path in enumerate(paths)}
+    own = {name: bits[path] for name in handles if (path := of_variable.get(name))}
+    without = dict.fromkeys(handles.keys() - own.keys(), 0)
     fetched, effects = {r.node for r in program.outputs}, set(program.effects)
-    other = frozenset([""])
     while True:
-        found: dict[str, set[str]] = {n.name: set() for n in program.nodes}
+        found = dict.fromkeys([n.name for n in program.nodes], 0)
         for node in reversed(program.nodes):
-            mine = found[node.name]
-            updated = [r.node for r in node.inputs if r.node in handles] if not node.outputs else []
+            name, inputs = node.name, node.inputs
+            mine = found[name]
+            updated = [before for before, _ in inputs if before in handles] if not node.outputs else ()
             for handle in updated:
-                mine |= without[handle] if handle in without else {of_variable[handle]}
-            if node.name in fetched or (node.name in effects and not updated):
-                mine |= other
-            for ref in node.inputs:
-                if not (ref.node in handles and updated):  # a handle serves what reads it, not its own update
-                    found[ref.node] |= mine
-        leads = {name: frozenset(scopes) for name, scopes in found.items()}
-        now = {name: leads[name] for name in without}
+                mine |= own[handle] if handle in own else without[handle]
+            if name in fetched or (name in effects and not updated):
+                mine |= bits[""]
+            found[name] = mine
+            if not mine:
+                continue
+            for before, _ in inputs:
+                if not (updated and before in handles):  # a handle serves what reads it, not its own update
+                    found[before] |= mine
+        now = {name: found[name] for name in without}
         if now == without:
-            return leads
+            break
         without = now
+    sets = {mine: frozenset(path for path in paths if mine & bits[path]) for mine in set(found.values())}
+    return {name: sets[mine] for name, mine in found.items()}
 
 
 def task_graphs(program: Program, devices: tuple[int, ...]) -> tuple[TaskGraph, ...]:
