@@ -31,9 +31,10 @@ from whale.passes.analysis.axes import axes_of, batch_of, list_named_axes, proje
 from whale.passes.analysis.batch import rows_of_ranks
 from whale.passes.analysis.rank_groups import in_mesh_positions, map_named_ranks
 from whale.passes.analysis.scopes import context_of, has_split_scopes
-from whale.passes.pass_manager import make_plan
-from whale.passes.plan_builder import FirstLayouts
+from whale.passes.pass_manager import CANDIDATE, make_plan
+from whale.passes.plan_builder import FirstLayouts, expand
 from whale.passes.settings import PlanSettings
+from whale.passes.verify.check import check
 
 
 def plan_program(program: Program, settings: PlanSettings, first: FirstLayouts | None = None) -> Plan:
@@ -41,6 +42,7 @@ def plan_program(program: Program, settings: PlanSettings, first: FirstLayouts |
 
     Args:
       first: cache of layouts from earlier plans of the program over one axis, which may have had other split scopes.
+        A plan over one axis that is made with it is a candidate (see ``complete_candidate``).
 
     Raises:
       PlanError: see ``make_plan`` and ``axes_of``.
@@ -64,7 +66,28 @@ def _note_order(plan: Plan, program: Program, order: tuple[int, ...]) -> Plan:
 
     The plan was made for a program in which positions of the mesh stand for ranks. Without an order nothing changes.
     """
-    return replace(plan, fingerprint=compute_fingerprint(program), rank_order=order) if order else plan
+    if not order:
+        return plan
+    mark = CANDIDATE if plan.fingerprint == CANDIDATE else compute_fingerprint(program)
+    return replace(plan, fingerprint=mark, rank_order=order)
+
+
+def complete_candidate(program: Program, plan: Plan, settings: PlanSettings) -> Plan:
+    """Proves that the plan that a search has taken is legal, and returns it with its program's fingerprint.
+
+    Of all candidates only the one that is taken needs this. A plan that is no candidate is returned unchanged.
+
+    Args:
+      program, settings: as given to ``plan_program``.
+
+    Raises:
+      PlanError: the plan is not legal.
+    """
+    if plan.fingerprint != CANDIDATE:
+        return plan
+    seen = project_to_axis(in_mesh_positions(program, settings.rank_order), plan.axis)
+    check(expand(seen, frozenset(plan.expanded), settings), plan)
+    return replace(plan, fingerprint=compute_fingerprint(program))
 
 
 def _plan_one_axis(program: Program, settings: PlanSettings, axis: Axis, first: FirstLayouts | None) -> Plan:
@@ -72,7 +95,8 @@ def _plan_one_axis(program: Program, settings: PlanSettings, axis: Axis, first: 
     seen = project_to_axis(program, axis.name)
     settings = _remove_rows(seen, settings)
     known = select_known_along(settings.split.tiles, axis.name, alone=True)
-    plan = make_plan(seen, settings.but(split__known=known), compute_fingerprint(program), first)
+    mark = compute_fingerprint(program) if first is None else CANDIDATE
+    plan = make_plan(seen, settings.but(split__known=known), mark, first)
     return replace(plan, axis=axis.name)
 
 

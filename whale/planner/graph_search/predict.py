@@ -26,6 +26,7 @@ from whale.ir.program import Program
 from whale.ir.strategy import Offload, ParallelStrategy, Recompute
 from whale.kernels.substitute import substitute_kernels
 from whale.partition.lower import lower_ranks, make_any_plan
+from whale.partition.mesh import complete_candidate
 from whale.passes.memory.step_bytes import predict_at_most_bytes, predict_taken_bytes
 from whale.passes.normalize.inline import inline
 from whale.passes.plan_builder import FirstLayouts, expand
@@ -133,6 +134,14 @@ class Plans:
             same = bool(strategy.split) or not staged  # the same program as before, except for its scopes
             plan = make_any_plan(program, settings, self._first if same else None)
         return Made(program, settings, plan)
+
+    def complete(self, made: Made) -> Made:
+        """Returns the strategy that is taken with its plan proved legal, which those of other candidates are not.
+
+        Raises:
+          PlanError: the plan is not legal.
+        """
+        return replace(made, plan=complete_candidate(made.program, made.plan, made.settings))
 
     def expand(self, strategy: ParallelStrategy) -> Program:
         """Returns the program in which composite ops are replaced by simple ones, as far as the plan of `strategy`

@@ -195,6 +195,15 @@ class Search:
             # Plans are large, and only the best one will run: the others are made again if needed.
             self.found = [one if one is best else replace(one, made=None, programs={}) for one in self.found]
 
+    def complete(self, plans: Plans, best: Candidate, made: Made) -> Made | None:
+        """Returns the plan of the best candidate, proved legal; if it is not legal, None, and the candidate is lost."""
+        try:
+            return plans.complete(made)
+        except PlanError as error:
+            self.found = [way for way in self.found if way is not best]
+            self.lost.append(Other(best.strategy, refused=f"cannot run: {error.message}"))
+            return None
+
     def full(self) -> Iterator[ParallelStrategy]:
         """Yields the strategies that do not fit into memory but are faster than all that fit, fastest first."""
         full = [way for way in self.found if not way.fits]
@@ -260,12 +269,15 @@ def best_way(
         _look_at_leaner(search, plans)
     if is_corrected and not stages:
         _look_at_lending(search, plans)
-    best = _best(search, environment)
-    if team is not None and best.by:
-        plan, held_bytes = team.plan(best.by, best.strategy)
-        made = plans.apply(best.strategy, plan)
-    else:
-        made, held_bytes = best.made or plans.make(best.strategy), best.bytes
+    made = None
+    while made is None:
+        best = _best(search, environment)
+        if team is not None and best.by:
+            plan, held_bytes = team.plan(best.by, best.strategy)
+            made = plans.apply(best.strategy, plan)
+        else:
+            made, held_bytes = best.made or plans.make(best.strategy), best.bytes
+        made = search.complete(plans, best, made)
     told = list(_describe_choice(best, search, environment))
     beaten = sorted((way for way in search.found if way is not best), key=lambda way: way.seconds)
     others = [Other(way.strategy, way.seconds, way.lacking_bytes) for way in beaten]
@@ -293,7 +305,7 @@ def way_or_lending(
     best = _best(search, environment)
     chosen = ChosenStrategy(best.strategy, best.seconds, best.bytes)
     told = list(_describe_choice(best, search, environment))
-    return Found(chosen, best.made or plans.make(best.strategy), told, search.is_whole, tuple(search.lost))
+    return Found(chosen, plans.complete(best.made or plans.make(best.strategy)), told, search.is_whole, tuple(search.lost))
 
 
 def _look_at_lending(search: Search, plans: Plans) -> None:
