@@ -238,6 +238,30 @@ def test_bounds_of_pipelines_are_near_what_is_predicted_and_below_it(model: str,
     assert len(found) > 1 and all(0.7 < one <= 1.0 for one in found), found
 
 
+def test_ways_that_their_exchanges_rule_out_are_not_simulated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Exchanges that take the core which computes are known exactly once a way is lowered."""
+    monkeypatch.setattr(strategies, "LEAST_BYTES", 1)
+    settings = PlanSettings(size=2, fuse=FuseSettings.all_on())
+    text = "bert:layers=1,hidden=128,heads=4,sequence=32,vocabulary=100,batch=16"
+    program = normalise(capture_program(read(text), True), settings)
+    rates = [Rates(3e10, 8e9, 3e-6, 1e-4, 2e9, "given", packs=True)] * 2
+    environment = SearchEnvironment(rates, None, [float("inf")] * 2)
+    plans = predict.Plans(program, settings, environment)
+    ways = [choice for choice, _ in search._list_looked_at(plans, 0) if choice.name in plans.computing_s]
+    assert any(way.split for way in ways) and any(way.zero for way in ways)
+    for way in ways:
+        whole, computing_s = predict.predict(plans, way), plans.computing_s[way.name]
+        bounded = predict.predict(plans, way, computing_s, computing_s)
+        assert bounded.is_bound and not whole.is_bound
+        assert 0.7 * whole.seconds < bounded.seconds <= whole.seconds
+    found = search.best_way(program, settings, environment, budget_s=1e3)
+    with monkeypatch.context() as without:
+        without.setattr(predict, "_exchanges_s", lambda *_: 0.0)
+        every = search.best_way(program, settings, environment, budget_s=1e3)
+    assert every.chosen == found.chosen and every.made.plan == found.made.plan
+    assert len(every.lines) == len(found.lines)
+
+
 def test_splits_and_stages_of_batch_statistics_are_not_planned_where_they_cannot_win(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -255,9 +279,11 @@ def test_splits_and_stages_of_batch_statistics_are_not_planned_where_they_cannot
     planned: dict[str, float] = {}
     predict_way = team.predict
 
-    def predicted(plans: predict.Plans, strategy: ParallelStrategy, needed_s: float) -> search.Candidate:
+    def predicted(
+        plans: predict.Plans, strategy: ParallelStrategy, needed_s: float, computing_s: float
+    ) -> search.Candidate:
         planned[strategy.name] = 0.0
-        way = predict_way(plans, strategy, needed_s)
+        way = predict_way(plans, strategy, needed_s, computing_s)
         planned[strategy.name] = way.seconds
         return way
 

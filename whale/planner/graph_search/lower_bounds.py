@@ -3,11 +3,12 @@
 Speed, speed_of         how fast one kind of rank computes nodes
 Shares                  the smallest share of an operation that a rank computes
 alone                   bound for: every rank computes everything
+Bound                   a bound in two parts: computation, exchanges
 bound_pipelines         bound for: pipeline stages and micro-batches
 bound_divided_state     bound for: data parallelism with sharded optimizer state
 bound_splits            bound for: tensors sharded from a weight on, by all ranks or in groups
 
-Decisions: 0090, 0117.
+Decisions: 0090, 0117, 0218.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import accumulate
+from typing import NamedTuple
 
 from cost_model.graph.executor_graph import BIAS, MAY_BE_FUSED
 from cost_model.graph.fusion import is_fusible
@@ -27,6 +29,23 @@ from whale.ir.strategy import ParallelStrategy
 from whale.ir.values import TensorType
 from whale.planner.graph_search.pipelines import chain, levels
 from whale.planner.graph_search.strategies import divisible, find_trained_weights, products, updates
+
+
+class Bound(NamedTuple):
+    """Holds a lower bound of a step in two parts, as exchanges are known exactly once a strategy is lowered.
+
+    Attributes:
+        computing_s: seconds of the rank's operations.
+        exchanging_s: seconds of exchanges that take the core which computes.
+    """
+
+    computing_s: float
+    exchanging_s: float = 0.0
+
+    @property
+    def step_s(self) -> float:
+        """Returns the bound of the step's seconds."""
+        return self.computing_s + self.exchanging_s
 
 
 @dataclass(frozen=True)
@@ -265,7 +284,7 @@ def bound_divided_state(
     shares: Shares,
     rates: Sequence[Rates],
     state: Collection[str],
-) -> float:
+) -> Bound:
     """Returns a lower bound of a step of data parallelism with sharded optimizer state.
 
     All operations are divided over the ranks. Each weight whose state is sharded is all-gathered after its update; the
@@ -281,7 +300,7 @@ def bound_divided_state(
     updated = {node.name for node in whole.nodes if any(r.node in whole.variable_of for r in node.inputs)}
     computed_s = _bound_divided(whole, kinds, shares, {node.name for node in whole.nodes} - updated, {})
     if not rates[0].exchanges_compute:
-        return computed_s
+        return Bound(computed_s)
     size = len(rates)
     of_state = _find_dependents(program, state)
     sizes = find_trained_weights(program)
@@ -294,7 +313,7 @@ def bound_divided_state(
     sent_bytes = 2 * sum(gathered.values()) * (size - 1) / size
     links = [rate.link(through) for rate in rates for through in ("", "devices")]
     exchange_s, bytes_per_s = min(link.exchange_s for link in links), max(link.bytes_per_s for link in links)
-    return computed_s + len(gathered) * exchange_s + sent_bytes / bytes_per_s
+    return Bound(computed_s, len(gathered) * exchange_s + sent_bytes / bytes_per_s)
 
 
 def bound_splits(
@@ -303,7 +322,7 @@ def bound_splits(
     kinds: Collection[Speed],
     shares: Shares,
     rates: Sequence[Rates],
-) -> Callable[[ParallelStrategy, Program], float]:
+) -> Callable[[ParallelStrategy, Program], Bound]:
     """Returns a function that computes a lower bound of a step with tensors sharded from some weight on.
 
     All operations are divided, except updates of variables outside of the split scope, which are replicated. The bound
@@ -315,8 +334,7 @@ def bound_splits(
         rates: the figures of each rank.
 
     Returns:
-        a function of the strategy, and of the program with a split scope on the nodes that the strategy shards, that
-        returns seconds.
+        a function of the strategy, and of the program with a split scope on the nodes that the strategy shards.
     """
     sizes = {v.node: v.type.bytes for v in program.variables}
     written = {node.name: handles for node, handles in _find_writers(program, whole)}
@@ -328,20 +346,20 @@ def bound_splits(
         if handle in trained and not any(node.op in ROW_LOOKUPS for node in readers)
     }
     bytes_per_s = max(one.link(through).bytes_per_s for one in rates for through in ("", "devices"))
-    known: dict[tuple[str, ...], float] = {}
+    known: dict[tuple[str, ...], Bound] = {}
 
     def own(handles: Sequence[str], divided: Collection[str]) -> float:
         total = sum(sizes[h] for h in handles)
         return sum(sizes[h] for h in handles if h not in divided) / total if total else 0.0
 
-    def least(strategy: ParallelStrategy, inside: Program) -> float:
+    def least(strategy: ParallelStrategy, inside: Program) -> Bound:
         if strategy.split not in known:
             divided = divisible(inside)
             by_rows = {node.name for node in inside.nodes if not node.scope}
             mine = {name: own(handles, divided) for name, handles in written.items()}
             outside_bytes = sum(size for handle, size in sent.items() if handle not in divided)
             sent_s = outside_bytes * (1 - 1 / len(rates)) / bytes_per_s if rates[0].exchanges_compute else 0.0
-            known[strategy.split] = _bound_divided(whole, kinds, shares, by_rows, mine) + sent_s
+            known[strategy.split] = Bound(_bound_divided(whole, kinds, shares, by_rows, mine), sent_s)
         return known[strategy.split]
 
     return least

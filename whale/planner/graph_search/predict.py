@@ -17,10 +17,13 @@ from typing import Any
 
 import msgspec
 
+from cost_model.graph.machine import Machine
 from cost_model.graph.machine_profile import MachineProfile
 from cost_model.graph.predict import PricedStep, step_seconds
+from cost_model.graph.traffic import exchange
 from whale.errors import AcrossMicroBatchesError, WhaleError
 from whale.ir.mesh import CONTEXT, DATA, EXPERT, TENSOR, Axis
+from whale.ir.ops import EXCHANGES
 from whale.ir.plan import Plan
 from whale.ir.program import Program
 from whale.ir.strategy import Offload, ParallelStrategy, Recompute
@@ -63,6 +66,7 @@ class Candidate:
       programs: rank -> its program, kept if the step fits even with all its tensors in memory at once.
       by: number of the team member that predicted the strategy and has its plan (see
           `whale.planner.graph_search.team`).
+      is_bound: `seconds` is a lower bound, and as long as what the strategy had to beat.
     """
 
     strategy: ParallelStrategy
@@ -72,6 +76,7 @@ class Candidate:
     held: Mapping[int, int] = field(default_factory=dict)
     programs: Mapping[int, Program] = field(default_factory=dict)
     by: int = 0
+    is_bound: bool = False
 
     @cached_property
     def bytes(self) -> int:
@@ -90,11 +95,15 @@ class Plans:
     """Makes the plans of one search, and caches those of strategies that only divide rows, by the shares of rows.
 
     Other strategies' plans are made again if they are needed again, as plans are large.
+
+    Attributes:
+      computing_s: name of a strategy -> lower bound of its computation in seconds, where the search has found one.
     """
 
     program: Program
     settings: PlanSettings
     environment: SearchEnvironment
+    computing_s: dict[str, float] = field(default_factory=dict)
     _of_rows: dict[tuple[int, ...], Made] = field(default_factory=dict)
     _scoped: dict[tuple[str, ...], Program] = field(default_factory=dict)
     _first: FirstLayouts = field(default_factory=FirstLayouts)
@@ -266,18 +275,30 @@ def recompute_of(strategy: ParallelStrategy) -> str:
     return AUTO if how in ("selective", "full") else how.replace("none", "")
 
 
-def predict(plans: Plans, strategy: ParallelStrategy, needed_s: float = float("inf")) -> Candidate:
+def predict(
+    plans: Plans, strategy: ParallelStrategy, needed_s: float = float("inf"), computing_s: float = 0.0
+) -> Candidate:
     """Predicts a strategy's step time, on the slowest rank, and memory, on the fullest rank.
 
     Args:
       needed_s: if the step takes at least this long, the strategy is rejected and its memory is not predicted.
+      computing_s: lower bound of the seconds of its computation; 0: none. With it, a strategy whose exchanges show that
+          it takes ``needed_s`` is rejected before kernels are substituted and its step is simulated.
 
     Raises:
       WhaleError: the program cannot be distributed that way.
     """
     settings, environment = plans.settings, plans.environment
     unlike = bool(strategy.is_pipelined or strategy.shares or settings.batch.shares) or unequal(environment.rates)
-    made, programs = _lower_simulated(plans, strategy)
+    ranks, made = _simulate(settings, strategy, environment), plans.make(strategy)
+    lowered = lower_ranks(made.program, made.plan, made.settings, ranks)
+    if computing_s and math.isfinite(needed_s):
+        machine = environment.machine(plans.program)
+        if machine.sharing.exchanges_compute:
+            least_s = computing_s + _exchanges_s(plans, dict(zip(ranks, lowered)), machine)
+            if least_s >= needed_s:
+                return Candidate(strategy, least_s, is_bound=True)
+    programs = dict(zip(ranks, substitute_kernels(lowered, made.settings)))
     seconds = step_seconds(_list_played(plans, programs), settings.size, environment.machine(plans.program))
     if seconds >= needed_s:
         return Candidate(strategy, seconds)
@@ -305,6 +326,19 @@ def _lower_simulated(plans: Plans, strategy: ParallelStrategy) -> tuple[Made, di
     """Returns a strategy's plan, and the programs of the ranks whose simulation represents all ranks."""
     ranks, made = _simulate(plans.settings, strategy, plans.environment), plans.make(strategy)
     return made, dict(zip(ranks, plans.lower(made, ranks)))
+
+
+def _exchanges_s(plans: Plans, programs: Mapping[int, Program], machine: Machine) -> float:
+    """Returns the seconds of exchanges in ranks' programs, without those of functions, on the rank with the most."""
+    size, backend = plans.settings.size, plans.settings.exchange.backend
+    found = [0.0]
+    for rank, program in programs.items():
+        marked = mark_device_exchanges(program, backend)
+        nodes = [node for node in marked.nodes if node.op in EXCHANGES]
+        found.append(
+            sum(machine.exchange_s(exchange(n, [marked.find_type(r) for r in n.inputs], rank, size)) for n in nodes)
+        )
+    return max(found)
 
 
 def _list_played(plans: Plans, programs: Mapping[int, Program]) -> dict[int, Program]:

@@ -10,7 +10,7 @@ Decision: 0108.
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import msgspec
@@ -91,6 +91,7 @@ class Search:
       lost: rejected strategies.
       is_whole: there was time to evaluate every strategy.
       tried: lines of text about steps that were run to measure them.
+      computing_s: name of a strategy -> lower bound of its computation in seconds, where there is one.
     """
 
     end_s: float
@@ -99,6 +100,7 @@ class Search:
     lost: list[Other] = field(default_factory=list)
     is_whole: bool = True
     tried: list[str] = field(default_factory=list)
+    computing_s: Mapping[str, float] = field(default_factory=dict)
     # Name of a pipeline that needs a value of all micro-batches: so do all others, whatever their stages.
     _needs_all: str = ""
     _across: Answer | None = None
@@ -124,7 +126,7 @@ class Search:
         answers.
         """
         if self.team is not None and strategies:
-            self._under_way = [Asked(strategy, self.to_beat_s()) for strategy in strategies]
+            self._under_way = list(map(self._ask, strategies))
             self.team.ask(self._under_way)
 
     def begin_before_stages(self, plans: Plans, ready: list[ParallelStrategy]) -> list[ParallelStrategy]:
@@ -142,7 +144,7 @@ class Search:
 
     def look(self, plans: Plans, *strategies: ParallelStrategy) -> None:
         """Predicts strategies and records the results; members of the team predict some of them at the same time."""
-        asked = [Asked(one, self.to_beat_s()) for one in strategies if self._may_run(plans, one)]
+        asked = [self._ask(one) for one in strategies if self._may_run(plans, one)]
         if not self._under_way:
             self.begin([one.strategy for one in asked[1:]])
         if asked:
@@ -152,6 +154,9 @@ class Search:
         for member, (one, answer) in enumerate(zip(others, answers), 1):
             way = Candidate(one.strategy, answer.seconds, answer.lacking_bytes, held=answer.held, by=member)
             self.note(one.strategy, answer, way)
+
+    def _ask(self, strategy: ParallelStrategy) -> Asked:
+        return Asked(strategy, self.to_beat_s(), self.computing_s.get(strategy.name, 0.0))
 
     def _may_run(self, plans: Plans, strategy: ParallelStrategy) -> bool:
         if self.found and time.monotonic() > self.end_s:
@@ -189,6 +194,8 @@ class Search:
             self._needs_all = self._needs_all or strategy.name
         if answer.lost:
             self.lost.append(Other(strategy, refused=f"cannot run: {answer.lost}"))
+        elif answer.is_bound:
+            self.lost.append(Other(strategy, refused=_at_least(answer.seconds)))
         elif way is not None:
             self.found.append(way)
             best = self.best()
@@ -240,6 +247,7 @@ def best_way(
     search = Search(time.monotonic() + (BUDGET_S if budget_s is None else budget_s), team)
     settings = settings.but(observer=PassObserver())  # which sees the passes of the plan that is taken
     plans = Plans(program, settings, environment)
+    search.computing_s = plans.computing_s
     at_once = team.size if team is not None else 1
     # Bounds need the plan of the first strategy; the other members start on splits meanwhile, without bounds.
     begun = (
@@ -257,7 +265,7 @@ def best_way(
             if strategy.replicated and settings.batch.local:
                 search.lost.append(Other(strategy, refused="cannot run: every rank has only its own rows of the batch"))
             elif bound_s >= search.to_beat_s():
-                search.lost.append(Other(strategy, refused=f"{1e3 * bound_s:.2f} ms at least"))
+                search.lost.append(Other(strategy, refused=_at_least(bound_s)))
             else:
                 ready.append(strategy)
             if len(ready) == (at_once if search.found else 1):
@@ -305,7 +313,13 @@ def way_or_lending(
     best = _best(search, environment)
     chosen = ChosenStrategy(best.strategy, best.seconds, best.bytes)
     told = list(_describe_choice(best, search, environment))
-    return Found(chosen, plans.complete(best.made or plans.make(best.strategy)), told, search.is_whole, tuple(search.lost))
+    return Found(
+        chosen, plans.complete(best.made or plans.make(best.strategy)), told, search.is_whole, tuple(search.lost)
+    )
+
+
+def _at_least(seconds: float) -> str:
+    return f"{1e3 * seconds:.2f} ms at least"
 
 
 def _look_at_lending(search: Search, plans: Plans) -> None:
@@ -455,6 +469,8 @@ def _list_looked_at(
 ) -> list[tuple[ParallelStrategy, float]]:
     """Returns (strategy, lower bound in seconds) for each strategy to try, data parallelism first, pipelines last.
 
+    Notes bounds of computation alone in ``plans``.
+
     Args:
       stages: only pipelines with this number of stages; 0: any strategy.
       begun: strategies under evaluation, for which no bound is computed.
@@ -463,6 +479,7 @@ def _list_looked_at(
     found = choices(program, settings.size, environment.topology)
     lasting: list[tuple[ParallelStrategy, float]] = []
     least_s = dict[str, float]()  # of other ways than pipelines, by name
+    bounds = dict[str, lower_bounds.Bound]()
     try:
         batch = batch_of(program, settings)
     except PlanError:
@@ -515,13 +532,15 @@ def _list_looked_at(
             even = len(kinds) == 1 and not settings.batch.shares
             shares = lower_bounds.Shares(min(sizes) / max(rows, 1), settings.size, even)
             if state:
-                least_s[found[-1].name] = lower_bounds.bound_divided_state(
+                bounds[found[-1].name] = lower_bounds.bound_divided_state(
                     program, whole, of_parts, shares, environment.rates, state
                 )
             if rows >= settings.size and not (settings.zero.level or settings.split.tiles):
                 least_of_split = lower_bounds.bound_splits(program, whole, of_parts, shares, environment.rates)
                 splits = [one for one in found if one.split and one not in begun]
-                least_s.update((one.name, least_of_split(one, plans.scope(one))) for one in splits)
+                bounds.update((one.name, least_of_split(one, plans.scope(one))) for one in splits)
+            least_s.update((name, bound.step_s) for name, bound in bounds.items())
+            plans.computing_s.update((name, bound.computing_s) for name, bound in bounds.items())
     lasting = [(one, least_s.get(one.name, 0.0)) for one in found] + lasting
     if not stages:
         return lasting

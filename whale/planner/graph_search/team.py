@@ -21,10 +21,15 @@ from whale.planner.graph_search.predict import Candidate, Plans, predict
 
 
 class Asked(msgspec.Struct, frozen=True):
-    """Represents a request to predict a strategy, which is rejected if its step takes ``needed_s`` or longer."""
+    """Represents a request to predict a strategy, which is rejected if its step takes ``needed_s`` or longer.
+
+    Attributes:
+      computing_s: lower bound of the seconds of its computation; 0: none.
+    """
 
     strategy: ParallelStrategy
     needed_s: float
+    computing_s: float = 0.0
 
 
 class Answer(msgspec.Struct, frozen=True):
@@ -34,6 +39,7 @@ class Answer(msgspec.Struct, frozen=True):
       seconds, lacking_bytes, held: see `whale.planner.graph_search.predict.Candidate`.
       lost: why the strategy cannot run; empty: it can.
       across: it cannot run because it needs a value of all micro-batches before the last one is finished.
+      is_bound: see `whale.planner.graph_search.predict.Candidate`.
     """
 
     seconds: float = 0.0
@@ -41,6 +47,7 @@ class Answer(msgspec.Struct, frozen=True):
     held: dict[int, int] = {}
     lost: str = ""
     across: bool = False
+    is_bound: bool = False
 
 
 class Team(Protocol):
@@ -70,12 +77,12 @@ class Team(Protocol):
 def try_candidate(plans: Plans, asked: Asked) -> tuple[Answer, Candidate | None]:
     """Predicts a strategy; returns the answer, and the candidate with its plan (None: the strategy cannot run)."""
     try:
-        way = predict(plans, asked.strategy, asked.needed_s)
+        way = predict(plans, asked.strategy, asked.needed_s, asked.computing_s)
     except AcrossMicroBatchesError as error:
         return Answer(lost=error.message, across=True), None
     except WhaleError as error:
         return Answer(lost=error.message), None
-    return Answer(way.seconds, way.lacking_bytes, dict(way.held)), way
+    return Answer(way.seconds, way.lacking_bytes, dict(way.held), is_bound=way.is_bound), way
 
 
 class Member:
@@ -89,7 +96,7 @@ class Member:
         """Predicts a strategy, and keeps its plan if it fits and is the fastest so far."""
         answer, way = try_candidate(self._plans, asked)
         # The first member evaluates a strategy that does not fit again, in forms that need less memory.
-        if way is not None and way.fits and (self.best is None or way.seconds < self.best.seconds):
+        if way is not None and way.fits and not way.is_bound and (self.best is None or way.seconds < self.best.seconds):
             self.best = way
         return answer
 

@@ -108,7 +108,8 @@ def measure_rates(context: Context, dry: bool, program: Program) -> list[Rates]:
     if unequal([make_rates(*pair) for pair in pairs]):
         flops, moved = zip(*pairs)
         return [make_rates(*pair) for pair in zip(average_kinds(flops), average_kinds(moved))]
-    return [make_rates(min(f for f, _ in pairs), pairs[context.rank][1])] * len(pairs)
+    # Ranks share the search, so that all have to predict by the same figures.
+    return [make_rates(min(f for f, _ in pairs), pairs[0][1])] * len(pairs)
 
 
 def _product_dtype(context: Context, program: Program) -> str:
