@@ -119,7 +119,7 @@ def test_activations_are_computed_again_where_memory_binds(
     taken: list[search.Candidate] = []
     predict = team.predict
 
-    def predicted(plans: Any, strategy: ParallelStrategy, needed_s: float) -> search.Candidate:
+    def predicted(plans: Any, strategy: ParallelStrategy, needed_s: float, computing_s: float) -> search.Candidate:
         taken.append(predict(plans, strategy))
         return taken[-1]
 

@@ -28,7 +28,7 @@ class Looked:
         self.limit_bytes = 1e15
         predict = team.predict
 
-        def predicted(plans: Any, strategy: ParallelStrategy, needed_s: float) -> search.Candidate:
+        def predicted(plans: Any, strategy: ParallelStrategy, needed_s: float, computing_s: float) -> search.Candidate:
             self.ways.append(predict(plans, strategy))
             return self.ways[-1]
 

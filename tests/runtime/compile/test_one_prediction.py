@@ -79,8 +79,8 @@ def test_what_was_predicted_is_what_runs(
         lowered.append(lower_some(*args))
         return lowered[-1]
 
-    def predicted(plans: Any, strategy: ParallelStrategy, needed_s: float) -> search.Candidate:
-        way = predicts(plans, strategy, needed_s)
+    def predicted(plans: Any, strategy: ParallelStrategy, needed_s: float, computing_s: float) -> search.Candidate:
+        way = predicts(plans, strategy, needed_s, computing_s)
         foreseen[strategy.name] = lowered[-1]
         return way
 
