@@ -117,7 +117,7 @@ def test_the_plan_is_that_of_the_way_that_was_chosen(
     ranks(4, **{"mesh.auto_parallel": True})
     worst = difference(expected, Classifier(wh.function).train(), 0.1)
     assert worst.error <= limit("float64", 0.0), worst
-    assert found[0].made.plan == plans[0].make(found[0].chosen.strategy).plan
+    assert found[0].made == plans[0].complete(plans[0].make(found[0].chosen.strategy))
 
 
 def test_others_look_while_the_first_one_asks_whether_stages_can_be() -> None:
