@@ -32,6 +32,8 @@ from whale.runtime.variables.partial_initializers import DeferredInitial, Record
 from whale.runtime.variables.split_variable import VariableParts, forget_parts, hold_nothing
 from whale.runtime.variables.stage_variables import VariableHome, list_present_copies, make_home, refresh, refresh_for
 
+# Variables whose first values one operation broadcasts: of one shape, and of any shapes.
+_SENT_TOGETHER, _MOST_SENT = 64, 256
 _TURN = "the first value of {!r}, which can only be computed whole, by one rank after the other"
 
 
@@ -632,7 +634,7 @@ def _decode_initial(said: Any) -> DeferredInitial | None:
 
 
 def broadcast_values(captured: Sequence[CapturedVariable], context: Ranks) -> None:
-    """Broadcasts the first rank's values into the variables, all of one dtype in one message."""
+    """Broadcasts the first rank's values into the variables, many of one dtype by one operation."""
     ops = whale_ops.load_ops()
     comm = ops.whale_communicator(communicator=context.comm_name, rank=context.rank)
     by_dtype: dict[str, list[Any]] = {}
@@ -642,16 +644,35 @@ def broadcast_values(captured: Sequence[CapturedVariable], context: Ranks) -> No
         if dtype == "string":  # strings have no fixed size, so Whale's broadcast of tensors cannot send them
             _broadcast_texts(variables, context)
             continue
-        values = ops.whale_broadcast(
-            comm=comm,
-            inputs=[gen_resource_variable_ops.read_variable_op(v.handle, v.dtype) for v in variables],
-            key=f"whale/first_values/{dtype}",
-            root=0,
-            shapes=[v.shape for v in variables],
-            ranks=[],
-        )
-        for variable, value in zip(variables, values) if context.rank else ():
-            gen_resource_variable_ops.assign_variable_op(variable.handle, value)
+        for sent in _divide_for_broadcasts(variables):
+            values = ops.whale_broadcast(
+                comm=comm,
+                inputs=[gen_resource_variable_ops.read_variable_op(v.handle, v.dtype) for v in sent],
+                key=f"whale/first_values/{dtype}",
+                root=0,
+                shapes=[v.shape for v in sent],
+                ranks=[],
+            )
+            for variable, value in zip(sent, values) if context.rank else ():
+                gen_resource_variable_ops.assign_variable_op(variable.handle, value)
+
+
+def _divide_for_broadcasts(variables: Iterable[Any]) -> list[list[Any]]:
+    """Divides variables of one dtype into those that one operation broadcasts each.
+
+    TensorFlow creates a kernel for each operation with other attributes, in a tenth of a millisecond for each input, and
+    more for thousands of inputs. So the broadcasts of many variables of one shape have equal attributes.
+    """
+    by_shape: dict[str, list[Any]] = {}
+    for variable in variables:
+        by_shape.setdefault(str(variable.shape), []).append(variable)
+    found: list[list[Any]] = []
+    others: list[Any] = []
+    for alike in by_shape.values():
+        whole = len(alike) - len(alike) % _SENT_TOGETHER
+        found += [alike[i : i + _SENT_TOGETHER] for i in range(0, whole, _SENT_TOGETHER)]
+        others += alike[whole:]
+    return found + [others[i : i + _MOST_SENT] for i in range(0, len(others), _MOST_SENT)]
 
 
 def _broadcast_texts(variables: Sequence[tf.Variable], context: Ranks) -> None:
