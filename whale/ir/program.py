@@ -177,6 +177,29 @@ class Program:
         return table
 
     @cached_property
+    def kind_of(self) -> dict[str, int]:
+        """Maps node names to numbers that are equal only for nodes of one kind: of equal op, attributes, marks and
+        types, with constants of equal values and handles of variables as the same operands.
+
+        What follows from these alone is found once for thousands of nodes. Attributes, types and marks are compared by
+        identity, which nodes that a step has many of share; others may have different numbers all the same.
+        """
+        by_name, handles = self.by_name, self.variable_of
+        numbers: dict[tuple[object, ...], int] = {}
+        found: dict[str, int] = {}
+        for node in self.nodes:
+            kind = [node.op, id(node.attrs), id(node.marks), *map(id, node.outputs)]
+            for name, index in node.inputs:
+                made = by_name[name]
+                kind.append(id(made.outputs[index]))
+                while made.op in IDENTITIES and made.inputs:
+                    made = by_name[made.inputs[0].node]
+                is_handle = name in handles or (not handles and made.op == "Placeholder")
+                kind.append(id(made.attrs) if made.op == "Const" else int(is_handle))
+            found[node.name] = numbers.setdefault(tuple(kind), len(numbers))
+        return found
+
+    @cached_property
     def variable_of(self) -> dict[str, Variable]:
         """Maps the name of each variable's handle node to the variable."""
         return {v.node: v for v in self.variables}
@@ -220,17 +243,33 @@ def iterate_function_refs(node: Node) -> Iterator[tuple[str, Func]]:
                 yield key, item
 
 
+def iterate_calls(nodes: Iterable[Node]) -> Iterator[tuple[Node, Func]]:
+    """Yields (node, ``Func``) for each function that an attribute of one of ``nodes`` names, as
+    ``iterate_function_refs`` does for one node. Attributes that several nodes share are looked at once.
+    """
+    without: dict[int, Mapping[str, Any]] = {}  # by identity, the attributes that name no function
+    for node in nodes:
+        attrs = node.attrs
+        if id(attrs) in without:
+            continue
+        found = [func for _, func in iterate_function_refs(node)]
+        if not found:
+            without[id(attrs)] = attrs
+        for func in found:
+            yield node, func
+
+
 def find_called_functions(nodes: Iterable[Node], functions: Mapping[str, Program]) -> dict[str, Program]:
     """Returns those of ``functions`` that the nodes call, directly or through other functions, by name."""
     found: dict[str, Program] = {}
     # Attributes are decoded when they are read, which is worth it only where there is a function to find.
-    waiting = [func.name for node in nodes for _, func in iterate_function_refs(node)] if functions else []
+    waiting = [func.name for _, func in iterate_calls(nodes)] if functions else []
     while waiting:
         name = waiting.pop()
         if name in found or name not in functions:
             continue
         found[name] = functions[name]
-        waiting += [func.name for node in functions[name].nodes for _, func in iterate_function_refs(node)]
+        waiting += [func.name for _, func in iterate_calls(functions[name].nodes)]
     return found
 
 

@@ -21,6 +21,7 @@ from whale.kernels.choices import ALL, Choices
 from whale.kernels.xla import change_other_graphs
 from whale.passes.elementwise.code import (
     MOST_OF_A_KIND,
+    READS_PRODUCERS,
     REPEATS,
     SUMS,
     Instructions,
@@ -235,8 +236,18 @@ def _find_groups(program: Program) -> list[Group]:
     """Returns the groups of nodes to fuse; a group has two nodes or more, or a sum."""
     types: dict[str, TensorType] = {}
     sums: set[str] = set()
+    # Results by op, attributes and types, which are the same objects in thousands of nodes.
+    alike: dict[tuple[object, ...], TensorType | None] = {}
+    by_name = program.by_name
     for node in program.nodes:
-        kind = find_elementwise_type(program, node)
+        if node.op in READS_PRODUCERS:
+            kind = find_elementwise_type(program, node)
+        else:
+            key = (node.op, node.marks.on_host, id(node.attrs), *map(id, node.outputs),
+                   *[id(by_name[name].outputs[i]) for name, i in node.inputs])  # fmt: skip
+            if key not in alike:
+                alike[key] = find_elementwise_type(program, node)
+            kind = alike[key]
         if kind is None and (kind := find_sum_type(program, node)) is not None:
             sums.add(node.name)
         if kind is not None:
@@ -264,7 +275,8 @@ def _find_places(program: Program, types: Mapping[str, TensorType], sums: Collec
     for node in program.nodes:
         kind, recomputed = types.get(node.name), node.marks.recomputed
         level = after = 0
-        known = [name for name in dict.fromkeys(list_predecessors(node)) if name in levels]
+        before = list_predecessors(node) if node.inputs or node.controls else ()
+        known = [name for name in dict.fromkeys(before) if name in levels] if before else ()
         for name in known:
             after |= met[name]
         for name in known:

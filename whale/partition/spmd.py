@@ -121,6 +121,11 @@ class _RankPartitioner:
         self.local: dict[tuple[Ref, Placement], Ref | None] = {}
         self.whole: set[Ref] = set()  # results of nodes with only replicated operands and results; not in ``local``
         self.grouped: dict[int, list[Ref | None]] = {}
+        # What nodes of a kind have in common, by the identity of what decides it: program and plan keep these objects.
+        self.local_types: dict[tuple[int, Placement], TensorType] = {}
+        self.local_outputs: dict[tuple[int, int], tuple[TensorType, ...]] = {}
+        self.edits: dict[tuple[int, int], Local] = {}
+        self.remade: list[Strategy] = []  # strategies that the plan does not keep
 
     def run(self, what: str | None) -> tuple[Program, bool]:
         for node in self.program.nodes:
@@ -239,6 +244,7 @@ class _RankPartitioner:
                 action=REPORT_FAULT,
             )
         strategy = Strategy((B,) * len(producer.inputs), (wanted,) * len(producer.outputs), "made anew")
+        self.remade.append(strategy)
         name = f"{producer.name}/as_{''.join(c if c.isalnum() else '_' for c in str(wanted))}"
         self._emit(producer, strategy, name)
         return Ref(name, ref.index)
@@ -314,16 +320,19 @@ class _RankPartitioner:
         edit: Local = UNCHANGED
         handle = self.program.variable_of.get(node.name)
         if spread and not control_flow and node.op not in _ENDS and not is_list_op(node) and handle is None:
-            op = make_op_view(self.program, node, self.plan.size)
-            if not node.stateful:
-                known = find_known_outputs(op, strategy, self.rank, self.plan.micro_batches > 1)
-                values = [value for value in known if value is not None]
-                if values and len(values) == len(known):
-                    self._emit_constants(node, strategy, values)
-                    return
             rule = find_rule(node.op)
-            assert rule is not None, node.op
-            edit = rule.local_op(op, _replace_per_rank(strategy), self.rank)
+            kind = (self.program.kind_of[node.name], id(strategy))
+            if kind not in self.edits:
+                op = make_op_view(self.program, node, self.plan.size)
+                if not node.stateful:
+                    known = find_known_outputs(op, strategy, self.rank, self.plan.micro_batches > 1)
+                    values = [value for value in known if value is not None]
+                    if values and len(values) == len(known):
+                        self._emit_constants(node, strategy, values)
+                        return
+                assert rule is not None, node.op
+                self.edits[kind] = rule.local_op(op, _replace_per_rank(strategy), self.rank)
+            edit = self.edits[kind]
         inputs = []
         for i, (ref, placement) in enumerate(zip(node.inputs, strategy.inputs)):
             if i in edit.consts:
@@ -354,7 +363,10 @@ class _RankPartitioner:
         if edit.window is not None:
             types = [self._find_local_type(self.program.find_type(r), p) for r, p in zip(node.inputs, strategy.inputs)]
             inside = emit_window(e, f"{name}/{e.prefix}_window", edit.window, inputs, types)
-        outputs = tuple(self._find_local_type(t, p) for t, p in zip(node.outputs, strategy.outputs))
+        outputs = self.local_outputs.get((id(node.outputs), id(strategy)))
+        if outputs is None:
+            outputs = tuple([self._find_local_type(t, p) for t, p in zip(node.outputs, strategy.outputs)])
+            self.local_outputs[id(node.outputs), id(strategy)] = outputs
         if node.marks.owned_rows and is_owned(make_op_view(self.program, node, self.plan.size), strategy):
             outputs = node.outputs  # the number of rows is unknown until the run
         attrs = {**node.attrs, **edit.attrs} if edit.attrs else node.attrs
@@ -373,7 +385,8 @@ class _RankPartitioner:
         lowered = Node(name, op_type, tuple(inputs), controls, attrs, outputs, node.scope, node.stateful, marks)
         if edit.route is not None:
             assert rule is not None
-            self.rows.emit(node, edit.route, lowered, self.get, rule.count_exchanged_bytes(op, strategy))
+            moved_bytes = rule.count_exchanged_bytes(make_op_view(self.program, node, self.plan.size), strategy)
+            self.rows.emit(node, edit.route, lowered, self.get, moved_bytes)
         elif node.op == SUMS_BY_ID:
             types = [self._find_local_type(self.program.find_type(r), p) for r, p in zip(node.inputs, strategy.inputs)]
             emit_sums(e, name, inputs[0], inputs[1], types[0], types[1])
@@ -413,7 +426,11 @@ class _RankPartitioner:
     def _find_local_type(self, t: TensorType, placement: Placement) -> TensorType:
         if t.dtype in UNMOVABLE or type(placement) is not Shard:
             return t  # the placement of a list concerns its elements, not its own type
-        return TensorType(t.dtype, local_shape(t.shape, placement, self.rank))
+        found = self.local_types.get((id(t), placement))
+        if found is None:
+            found = TensorType(t.dtype, local_shape(t.shape, placement, self.rank))
+            self.local_types[id(t), placement] = found
+        return found
 
     def _partition_control_flow(
         self, node: Node, outputs: tuple[TensorType, ...], attrs: Mapping[str, Any]
@@ -437,11 +454,15 @@ def _is_plain(strategy: Strategy) -> bool:
 def _find_variable_part(variable: Variable, strategy: Strategy, rank: int) -> Variable:
     """Returns the variable with the type of the part that ``rank`` holds."""
     (placement,) = strategy.outputs
+    if type(placement) is not Shard:
+        return variable
     return replace(variable, type=TensorType(variable.type.dtype, local_shape(variable.type.shape, placement, rank)))
 
 
 def _replace_per_rank(strategy: Strategy) -> Strategy:
     """Replaces per-rank placements by replicated ones, since to one rank its own value is a whole tensor."""
+    if PerRank not in map(type, strategy.inputs + strategy.outputs):
+        return strategy
     inputs, outputs = map(replace_per_rank, strategy.inputs), map(replace_per_rank, strategy.outputs)
     return replace(strategy, inputs=tuple(inputs), outputs=tuple(outputs))
 

@@ -214,23 +214,13 @@ def load_rules() -> Mapping[str, LineRule]:
     return dict(sorted(table.items()))
 
 
+@cache
 def find_rule(op_type: str) -> LineRule | None:
     """Returns the rule of an op type; None if it has none.
 
     Without a rule, a stateless op is replicated, and a stateful one runs on the first rank.
     """
     return load_rules().get(op_type)
-
-
-@cache
-def is_decided_by_types(one: LineRule) -> bool:
-    """Returns True if a rule's strategies depend only on the types and placements of operands and outputs.
-
-    Attributes and constants of the op then do not matter, so that strategies can be cached by types and placements.
-    """
-    asked = (one.spec, one.lin, one.mono, one.copy, one.reduce)
-    more = one.local or one.halo or one.routes or one.local_stream
-    return not more and not any(map(callable, asked))
 
 
 @lru_cache(maxsize=65536)

@@ -39,6 +39,8 @@ DTYPES = ("float32", "float64")
 _RECTIFIERS = {"Relu": "Relu", "Relu6": "Relu6"}
 _RECTIFIERS_GRADIENTS = {"ReluGrad": "ReluGrad", "Relu6Grad": "Relu6Grad"}
 REPEATS = frozenset(("Tile", "BroadcastTo"))
+# Ops of which it matters what produces their operands, beside its types.
+READS_PRODUCERS = frozenset((*_RECTIFIERS, "BiasAdd"))
 _SUMS = {"Sum": "Sum", "Mean": "Mean", "BiasAddGrad": "Sum"}
 _LEAST_SUM, _LEAST_SUMMED = 8, 16  # least number of elements of a sum, and of summands of each
 _BIASED = (CONVOLUTIONS - FILTER_GRADIENTS) | {"MatMul"}  # ops with which TensorFlow fuses a bias

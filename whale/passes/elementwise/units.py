@@ -19,11 +19,12 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from whale.ir.ops import ASSIGNS, EXCHANGES, FUSED_UPDATE, IDENTITIES, MEETINGS, READS
-from whale.ir.program import COMPILED, Node, Program, Ref, iterate_function_refs, rewire
+from whale.ir.program import COMPILED, Node, Program, Ref, iterate_calls, rewire
 from whale.ir.values import TensorType, require_static_shape
 from whale.passes.elementwise.code import ADDED_FROM_LEFT, BINARY, DTYPES, UNARY, UNARY_OF_DOUBLES
 
 _ARITHMETIC = frozenset((*UNARY, *UNARY_OF_DOUBLES, *BINARY, *IDENTITIES, "AddN"))
+_WAITING = EXCHANGES | MEETINGS
 _HANDED_ON = IDENTITIES | {"ReadVariableOp"}
 LARGE_BYTES = 1 << 20  # smaller variables are in the cache, where repeating a row for them costs little
 LONG = 512  # least number of elements of a row: the kernel works in blocks of as many
@@ -302,7 +303,7 @@ def find_bounds(program: Program) -> Bounds:
     own: dict[str, int] = {}
     for node in program.nodes if exchanging else ():
         before = 0
-        for name in list_predecessors(node):
+        for name in list_predecessors(node) if node.inputs or node.controls else ():
             before |= waits[name] | own.get(name, 0)
         waits[node.name] = before
         if node.name in exchanging:
@@ -322,20 +323,19 @@ def _find_exchanging(program: Program) -> set[str]:
     graphs = program.functions
     known: dict[str, bool] = {}
 
-    def waits(node: Node) -> bool:
-        return (
-            node.op in EXCHANGES
-            or node.op in MEETINGS
-            or any(runs(func.name) for _, func in iterate_function_refs(node))
-        )
-
     def runs(name: str) -> bool:
         if name not in known:
             known[name] = False
-            known[name] = name in graphs and any(waits(node) for node in graphs[name].nodes)
+            known[name] = name in graphs and bool(find_waiting(graphs[name]))
         return known[name]
 
-    return {node.name for node in program.nodes if waits(node)}
+    def find_waiting(graph: Program) -> set[str]:
+        found = {node.name for node in graph.nodes if node.op in _WAITING}
+        if graphs:
+            found.update([node.name for node, func in iterate_calls(graph.nodes) if runs(func.name)])
+        return found
+
+    return find_waiting(program)
 
 
 def list_predecessors(node: Node) -> Iterable[str]:

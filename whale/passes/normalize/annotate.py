@@ -53,7 +53,10 @@ def annotate(program: Program) -> Program:
     if any(split_scope(path) for path in scope.values()):
         _leave_split_scopes(program, scope, of_variable)
     nodes = tuple([n if n.scope == scope[n.name] else _in_scope(n, scope[n.name]) for n in program.nodes])
-    variables = tuple(replace(v, scope=v.scope or of_variable.get(v.node, "")) for v in program.variables)
+    own = of_variable.get
+    variables = tuple(
+        [v if v.scope or not own(v.node) else replace(v, scope=of_variable[v.node]) for v in program.variables]
+    )
     return assign_stages(program, replace(program, nodes=nodes, variables=variables))
 
 

@@ -69,6 +69,8 @@ def _collapse(program: Program, found: Accesses, known: dict[object, SharedAttrs
     """
     made: dict[str, Node] = {}
     for unit in find_units(program, found):
+        if len(unit.nodes) < 2:
+            continue
         part = find_part(program, unit, found) if _may_collapse(unit) else None
         if part is None or part.does.results or part.does.rows or len(part.does.tensors) > 1:
             continue

@@ -21,7 +21,7 @@ from typing import Any
 
 from whale.errors import REPORT_FAULT, ProgramError
 from whale.ir.ops import ASSIGNS, CALLS, CONVOLUTIONS, FILTER_GRADIENTS, FUSED_UPDATE, HAS_BODIES, READS
-from whale.ir.program import COMPILED, Node, Program, Ref, iterate_function_refs, sort_nodes
+from whale.ir.program import COMPILED, Node, Program, Ref, iterate_calls, iterate_function_refs, sort_nodes
 from whale.ir.values import Func, TensorType
 from whale.passes.normalize.cse import is_shared_scalar
 
@@ -59,11 +59,10 @@ class _Inliner:
         kept: dict[str, Program] = {}
         pending = [flat]
         while pending:
-            for node in pending.pop().nodes:
-                for _, func in iterate_function_refs(node):
-                    if func.name in program.functions and func.name not in kept:
-                        kept[func.name] = self._function(func.name, node)
-                        pending.append(kept[func.name])
+            for node, func in iterate_calls(pending.pop().nodes):
+                if func.name in program.functions and func.name not in kept:
+                    kept[func.name] = self._function(func.name, node)
+                    pending.append(kept[func.name])
         return replace(flat, functions={n: _mark_compiled(f) if n in self.compiled else f for n, f in kept.items()})
 
     def _function(self, name: str, call: Node) -> Program:
@@ -120,6 +119,7 @@ class _Splice:
         self.accesses: dict[tuple[str, str], tuple[list[str], list[str]]] = {}
         # Of the scalars of updates, by their function, name in it, operands and scope: the node that computes one.
         self.scalars: dict[tuple[str, str, tuple[Ref, ...], str], str] = {}
+        self.shared: dict[str, frozenset[str]] = {}  # by function: its scalars that calls share
         self.placeholders = {n.name for n in program.nodes if n.op == "Placeholder"}
 
     def keep(self, node: Node) -> None:
@@ -189,6 +189,7 @@ class _Splice:
         again = call.marks.compute_again
         # Operations of updates are as many as the variables, and the scalars that they use are mostly the same.
         shares = FUSED_UPDATE in body.ops and not again
+        scalars = self._find_scalars(body) if shares else ()
         for node in body.nodes:
             if node.name in arguments:
                 continue
@@ -198,7 +199,7 @@ class _Splice:
                 ordered = node.stateful and not (node.op == "ReadVariableOp" and self._are_others(call, inputs[0].node))
                 controls = waits(*map(control, node.controls), *(before if ordered else ()))
             scope, marks = node.scope or call.scope, node.marks
-            if shares and not controls and is_shared_scalar(node):
+            if node.name in scalars and not controls:
                 key = (body.name, node.name, inputs, scope)
                 if key in self.scalars:
                     names[node.name] = self.scalars[key]
@@ -220,6 +221,12 @@ class _Splice:
         done = waits(*before, *stateful, *map(control, body.effects), *(r.node for r in results))
         self.done[call.name] = Node(call.name, "NoOp", (), done, scope=call.scope)
         self._note_accesses(call, [self.nodes[name] for name in stateful])
+
+    def _find_scalars(self, body: Program) -> frozenset[str]:
+        """Returns the names of the nodes of a body that yield the same number in each call with the same operands."""
+        if body.name not in self.shared:
+            self.shared[body.name] = frozenset([node.name for node in body.nodes if is_shared_scalar(node)])
+        return self.shared[body.name]
 
     def _note_accesses(self, call: Node, stateful: list[Node]) -> None:
         """Notes which nodes of a body read and write which of the program's variables, if its stateful nodes do nothing
@@ -375,11 +382,10 @@ def _list_called(program: Program, functions: Mapping[str, Program]) -> set[str]
     found: set[str] = set()
     bodies = [program]
     while bodies:
-        for node in bodies.pop().nodes:
-            for _, func in iterate_function_refs(node):
-                if func.name in functions and func.name not in found:
-                    found.add(func.name)
-                    bodies.append(functions[func.name])
+        for _, func in iterate_calls(bodies.pop().nodes):
+            if func.name in functions and func.name not in found:
+                found.add(func.name)
+                bodies.append(functions[func.name])
     return found
 
 

@@ -69,6 +69,8 @@ class GraphState:
         """Returns the placements in which a node finds its operands; under a scope that names ranks, rows are on these
         ranks.
         """
+        if not node.inputs:
+            return []
         layout = self.layout
         found = [layout.preferred.get(r) or layout.produced[r] for r in node.inputs]
         if self.axis.groups.active:

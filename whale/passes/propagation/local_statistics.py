@@ -77,8 +77,7 @@ def find_local_statistics(program: Program, without: Collection[Ref] = ()) -> Lo
     Only the main graph is searched: moments inside loops and branches are always those of the whole batch. So are
     moments whose gradient does not have the form that TensorFlow derives.
     """
-    found = [(_mean_of(program, node), Ref(node.name)) for node in program.nodes]
-    pairs = {mean: variance for mean, variance in found if mean is not None}
+    pairs = {mean: Ref(node.name) for node in program.nodes if (mean := _mean_of(program, node)) is not None}
     known = {*pairs, *pairs.values()}
     result = LocalStatistics()
     for mean, variance in pairs.items():

@@ -19,7 +19,7 @@ from whale.sharding_rules import find_rule
 from whale.sharding_rules.base import OpView, replicate_all
 from whale.sharding_rules.embedding import Rows
 from whale.sharding_rules.graph import can_take, has_variable_handle, is_list_op, make_op_view
-from whale.sharding_rules.registry import LineRule, is_decided_by_types
+from whale.sharding_rules.registry import LineRule
 
 _WHOLE = frozenset({Replicate})
 _MOST_IN_KEY = 4  # choices for nodes with more operands are not cached: such nodes are rarely alike
@@ -66,11 +66,10 @@ class NodeChoice:
         return found
 
     def _key(self, node: Node) -> Hashable | None:
-        """Returns a cache key for the choice of a node's strategy if it depends on types and operand placements only;
-        else None.
+        """Returns a cache key for the choice of a node's strategy if it depends on the node's kind and on operand
+        placements only; else None.
 
-        The updates of many variables are alike, and need the choice only once. Types are compared by identity, which is
-        cheaper than by value: the program keeps them alive.
+        The gradients and updates of many variables are alike, and need the choice only once.
         """
         state = self.state
         if state.axis.whole or state.axis.groups.active:
@@ -78,7 +77,8 @@ class NodeChoice:
         rule = find_rule(node.op)
         if (
             rule is None
-            or not (is_decided_by_types(rule) or node.op == FUSED_UPDATE)
+            or rule.routes is not None
+            or rule.local_stream
             or rule.produces_any
             or node.op in CONTRACTIONS
             or node.marks.owned_rows
@@ -90,12 +90,10 @@ class NodeChoice:
         if len(set(inputs)) < len(inputs) or is_list_op(node):
             return None
         produced, preferred, by_name = state.layout.produced, state.layout.preferred, state.program.by_name
-        # Updates with the same arithmetic share their attributes.
-        key: list[object] = [node.op, id(node.attrs) if node.op == FUSED_UPDATE else 0]
+        key: list[object] = [state.program.kind_of[node.name]]
         for ref in inputs:
-            kind = by_name[ref.node].outputs[ref.index]
-            key += (id(kind), produced[ref], preferred.get(ref), kind.dtype in UNMOVABLE and ref in state.remakable)
-        key += [id(kind) for kind in node.outputs]
+            unmovable = by_name[ref.node].outputs[ref.index].dtype in UNMOVABLE
+            key += (produced[ref], preferred.get(ref), unmovable and ref in state.remakable)
         return tuple(key)
 
     def replicate(self, node: Node) -> Strategy:
@@ -104,9 +102,10 @@ class NodeChoice:
         found = self._replicated.get(key)
         if found is None:
             found = self._replicated[key] = Strategy((B,) * key[0], (B,) * key[1], "replicated")
-        if find_rule(node.op) is None:
+        rule = find_rule(node.op)
+        if rule is None:
             self.state.layout.unruled.append(node.name)
-        elif getattr(find_rule(node.op), "produces_any", False):
+        elif rule.produces_any:
             self.state.remakable.update(node.list_refs())
         return found
 
@@ -178,7 +177,7 @@ class NodeChoice:
         """
         if self.state.per_rank.draws(node):
             return True
-        if not any(r in self.state.origins for r in node.inputs):
+        if self.state.origins.keys().isdisjoint(node.inputs):
             return False
         return count_matmul_flops(node, [self.state.program.find_type(r) for r in node.inputs]) > 0
 

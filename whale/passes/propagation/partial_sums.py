@@ -17,7 +17,7 @@ Decision: 0101.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 
 from whale.errors import REPORT_FAULT, PlanError
@@ -45,14 +45,21 @@ def reduce_partial_sums(program: Program, layout: GraphLayout, parts: int) -> Gr
     flexible = {
         n.name
         for n in program.nodes
-        if n.op not in HAS_BODIES and n.inputs and any(type(p) is Partial for p in layout.strategies[n.name].outputs)
+        if n.op not in HAS_BODIES and n.inputs and Partial in map(type, layout.strategies[n.name].outputs)
     }
     if not flexible:
         return layout
     network = _network(program, layout, parts, flexible)
     strategies, produced = dict(layout.strategies), dict(layout.produced)
+    # The regions of many gradients are alike. Of each kind one is cut.
+    cuts: dict[Hashable, list[int]] = {}
     for members in network.parts((_SOURCE, _SINK)):
-        for name in _broadcast_side(network, members):
+        place = {member: i for i, member in enumerate(members)}
+        kind = _describe_region(network, members, place)
+        if kind not in cuts:
+            cuts[kind] = [place[name] for name in _broadcast_side(network, members)]
+        for i in cuts[kind]:
+            name = str(members[i])
             node = program.by_name[name]
             strategies[name] = Strategy((B,) * len(node.inputs), (B,) * len(node.outputs), "reduced before")
             produced.update((ref, B) for ref in node.list_refs())
@@ -76,7 +83,7 @@ def _network(program: Program, layout: GraphLayout, parts: int, flexible: set[st
     returned_partial = {r for r, p in zip(program.outputs, layout.outputs) if type(p) is Partial}
     for node in program.nodes:
         strategy = layout.strategies[node.name]
-        for i, placement in enumerate(strategy.outputs):
+        for i, placement in enumerate(strategy.outputs) if Partial in map(type, strategy.outputs) else ():
             if type(placement) is not Partial:
                 continue
             ref = Ref(node.name, i)
@@ -138,7 +145,7 @@ def _contributions(program: Program, layout: GraphLayout) -> set[str]:
     stack: list[str] = []
     for node in program.nodes:
         strategy = layout.strategies[node.name]
-        for ref, placement in zip(node.inputs, strategy.inputs):
+        for ref, placement in zip(node.inputs, strategy.inputs) if PerRank in map(type, strategy.inputs) else ():
             if type(placement) is PerRank:
                 stack += [ref.node] if type(layout.produced[ref]) is Partial else []
                 stack += [node.name] if any(type(p) is Partial for p in strategy.outputs) else []
@@ -186,6 +193,22 @@ def _price_of_whole(program: Program, layout: GraphLayout, parts: int, name: str
     return max(price, 1e-9) if gathered else 0.0
 
 
+def _describe_region(network: Network, members: Sequence[Hashable], place: Mapping[Hashable, int]) -> Hashable:
+    """Returns a key that is equal for regions of equal edges and capacities, whose nodes end on the same sides.
+
+    Args:
+      members: points of one connected component of the network.
+      place: the position of each in ``members``.
+    """
+    made = network.after.get(_SOURCE, {})
+    return tuple(
+        [
+            (type(one), made.get(one), *[(place.get(other), cost) for other, cost in network.after[one].items()])
+            for one in members
+        ]
+    )
+
+
 def _broadcast_side(network: Network, members: Sequence[Hashable]) -> list[str]:
     """Returns the names of a region's nodes that end on the B side, computed on replicated values.
 
@@ -222,8 +245,8 @@ class Network:
     def add(self, point: Hashable, other: Hashable, capacity: float = UNBOUNDED) -> None:
         """Sets the capacity of the edge from ``point`` to ``other``; adds points that are new."""
         for one in (point, other):
-            self.after.setdefault(one, {})
-            self.before.setdefault(one, {})
+            if one not in self.after:
+                self.after[one], self.before[one] = {}, {}
         self.after[point][other] = capacity
         self.before[other][point] = None
 

@@ -172,8 +172,7 @@ class Propagation:
                 else:
                     strategy = self.choice.strategy(node, current, like)
             strategies[node.name] = strategy
-            for i, placement in enumerate(strategy.outputs):
-                produced[Ref(node.name, i)] = placement
+            produced.update(zip(node.list_refs(), strategy.outputs))
             if state.axis.rows or split_scope(node.scope):
                 state.track_batch(node, strategy, current)
             if node.name in self.sliced and strategy.outputs == (B,):

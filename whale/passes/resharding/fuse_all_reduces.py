@@ -139,8 +139,11 @@ def _depths(program: Program, layout: GraphLayout, reshards: list[Reshard]) -> d
 
     for node in program.nodes:
         depth = max([tensor_depth[c] for c in node.controls], default=0) if node.controls else 0
-        for ref, placement in zip(node.inputs, layout.strategies[node.name].inputs):
-            depth = max(depth, through(ref, placement) if ref in changed else tensor_depth[ref.node])
+        if node.inputs:
+            for ref, placement in zip(node.inputs, layout.strategies[node.name].inputs):
+                reached = through(ref, placement) if ref in changed else tensor_depth[ref.node]
+                if reached > depth:
+                    depth = reached
         tensor_depth[node.name] = depth
     for ref, placement in zip(program.outputs, layout.outputs):
         through(ref, placement)

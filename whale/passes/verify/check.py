@@ -18,7 +18,7 @@ import numpy as np
 
 from whale.errors import REPORT_FAULT, PlanError
 from whale.ir.layout import FIRST, LEGEND, P_SUM, B, Partial, PerRank, Placement, RankZero, Replicate, Shard, Strategy
-from whale.ir.ops import BRANCHES, FUSED_UPDATE, HAS_BODIES, LOOPS, OBJECT_UPDATES, UPDATES
+from whale.ir.ops import BRANCHES, HAS_BODIES, LOOPS, OBJECT_UPDATES, UPDATES
 from whale.ir.plan import Plan
 from whale.ir.program import Node, Program, Ref, Variable
 from whale.ir.values import UNMOVABLE
@@ -37,7 +37,6 @@ from whale.sharding_rules.graph import (
 )
 from whale.sharding_rules.nn.attention import RINGS, count_ring_bytes
 from whale.sharding_rules.nn.norm import make_per_rank_moments
-from whale.sharding_rules.registry import is_decided_by_types
 
 _AGAIN = f"make the plan again with `whale plan`; if Whale has just made it, {REPORT_FAULT}"
 
@@ -104,17 +103,18 @@ def _check_graph(root: Program, program: Program, graph: str, arguments: Sequenc
                 raise _fail(node, strategy, f"{passed}, the placement in which it is passed in")
             if handle:
                 _check_variable(handles[node.name], node, passed, plan.size)
-        for ref, placement in zip(node.inputs, strategy.inputs):
+        for ref, placement in zip(node.inputs, strategy.inputs) if node.inputs else ():
             if produced[ref] is not placement:
                 _check_available(program, graph, node, ref, placement, produced, plan)
         if not handle:
             _check_legal(program, node, strategy, plan, known)
         if PerRank in map(type, strategy.inputs):
             _check_contributed(program, graph, node, plan)
-        for ref, placement in zip(node.list_refs(), strategy.outputs):
+        refs = node.list_refs()
+        produced.update(zip(refs, strategy.outputs))
+        for ref, placement in zip(refs, strategy.outputs) if Shard in map(type, strategy.outputs) else ():
             if type(placement) is Shard:
                 _check_sizes(program, node, ref, placement, plan.size)
-            produced[ref] = placement
         if node.op in HAS_BODIES and not strategy.once:
             _check_bodies(root, node, strategy, plan)
     returned = plan.returned.get(graph, ())
@@ -295,19 +295,14 @@ def _check_legal(program: Program, node: Node, strategy: Strategy, plan: Plan, k
 
 def _what_is_legal(program: Program, node: Node, strategy: Strategy) -> Hashable | None:
     """Returns a key for the cache of legal strategies: nodes with equal keys are all legal or all illegal. Returns None
-    if legality depends on more than op, types and strategy.
+    if legality depends on more than the node's kind and the strategy.
 
-    Strategies and types are compared by identity: plan and program keep them alive.
+    Strategies are compared by identity: the plan keeps them alive.
     """
     rule = find_rule(node.op)
-    marked = node.marks.owned_rows or node.marks.on_every_rank
-    update = node.op == FUSED_UPDATE  # those with the same arithmetic share their attributes
-    decided = rule is not None and (update or is_decided_by_types(rule))
-    if not decided or marked or PerRank in map(type, strategy.inputs):
+    if rule is None or rule.routes is not None or node.marks.owned_rows or PerRank in map(type, strategy.inputs):
         return None
-    by_name = program.by_name
-    types = [id(by_name[name].outputs[index]) for name, index in node.inputs]
-    return (node.op, id(node.attrs) if update else 0, id(strategy), *types, *map(id, node.outputs))
+    return program.kind_of[node.name], id(strategy)
 
 
 def _check_strategy(program: Program, node: Node, strategy: Strategy, plan: Plan) -> None:
@@ -440,6 +435,10 @@ def _check_order(program: Program, graph: str, plan: Plan) -> None:
     done: set[str | int] = set()
     waiting: dict[str | int, list[str | int]] = {}
     for node in program.nodes:
+        if not node.inputs and not node.controls and node.name not in groups_of and node.name not in waiting:
+            waits[node.name] = set()
+            done.add(node.name)
+            continue
         operands = zip(node.inputs, strategies[node.name].inputs)
         waits[node.name] = {find_waited_for(r, p) for r, p in operands}.union(node.controls)
         ready: list[str | int] = [node.name]

@@ -660,8 +660,8 @@ def broadcast_values(captured: Sequence[CapturedVariable], context: Ranks) -> No
 def _divide_for_broadcasts(variables: Iterable[Any]) -> list[list[Any]]:
     """Divides variables of one dtype into those that one operation broadcasts each.
 
-    TensorFlow creates a kernel for each operation with other attributes, in a tenth of a millisecond for each input, and
-    more for thousands of inputs. So the broadcasts of many variables of one shape have equal attributes.
+    TensorFlow creates a kernel for each operation with other attributes, in a tenth of a millisecond for each input,
+    and more for thousands of inputs. So the broadcasts of many variables of one shape have equal attributes.
     """
     by_shape: dict[str, list[Any]] = {}
     for variable in variables:
