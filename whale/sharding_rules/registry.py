@@ -214,7 +214,6 @@ def load_rules() -> Mapping[str, LineRule]:
     return dict(sorted(table.items()))
 
 
-@cache
 def find_rule(op_type: str) -> LineRule | None:
     """Returns the rule of an op type; None if it has none.
 
