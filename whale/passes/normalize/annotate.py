@@ -53,9 +53,9 @@ def annotate(program: Program) -> Program:
     if any(split_scope(path) for path in scope.values()):
         _leave_split_scopes(program, scope, of_variable)
     nodes = tuple([n if n.scope == scope[n.name] else _in_scope(n, scope[n.name]) for n in program.nodes])
-    own = of_variable.get
+    found = of_variable.get
     variables = tuple(
-        [v if v.scope or not own(v.node) else replace(v, scope=of_variable[v.node]) for v in program.variables]
+        [v if v.scope or not found(v.node) else replace(v, scope=of_variable[v.node]) for v in program.variables]
     )
     return assign_stages(program, replace(program, nodes=nodes, variables=variables))
 
