@@ -181,21 +181,31 @@ class Program:
         """Maps node names to numbers that are equal only for nodes of one kind: of equal op, attributes, marks and
         types, with constants of equal values and handles of variables as the same operands.
 
-        What follows from these alone is found once for thousands of nodes. Attributes, types and marks are compared by
-        identity, which nodes that a step has many of share; others may have different numbers all the same.
+        What follows from these alone is found once for thousands of nodes. Types, marks and captured attributes are
+        compared by identity, since captured nodes share them; others may have different numbers all the same.
         """
+        first: dict[Any, int] = {}  # by the values of attributes that are a node's own: the identity of the first such
+
+        def identify(attrs: Mapping[str, Any]) -> int:
+            if type(attrs) is not dict:
+                return id(attrs)
+            try:
+                return first.setdefault(tuple(sorted(attrs.items())), id(attrs))
+            except TypeError:  # a value that has no hash, such as a function's attributes
+                return id(attrs)
+
         by_name, handles = self.by_name, self.variable_of
         numbers: dict[tuple[object, ...], int] = {}
         found: dict[str, int] = {}
         for node in self.nodes:
-            kind = [node.op, id(node.attrs), id(node.marks), *map(id, node.outputs)]
+            kind = [node.op, identify(node.attrs), id(node.marks), *map(id, node.outputs)]
             for name, index in node.inputs:
                 made = by_name[name]
                 kind.append(id(made.outputs[index]))
                 while made.op in IDENTITIES and made.inputs:
                     made = by_name[made.inputs[0].node]
                 is_handle = name in handles or (not handles and made.op == "Placeholder")
-                kind.append(id(made.attrs) if made.op == "Const" else int(is_handle))
+                kind.append(identify(made.attrs) if made.op == "Const" else int(is_handle))
             found[node.name] = numbers.setdefault(tuple(kind), len(numbers))
         return found
 
