@@ -928,9 +928,8 @@ class Search(Families):
         assert self.fastest is not None
         self._polish(self.fastest[0], self.fastest[1].step_s, POLISHED)
 
-    def _polish(self, strategy: ParallelStrategy, seconds: float, patience: int) -> float:
-        """Moves several layers of a strategy at once, at random, until `patience` moves in a row do not help; returns
-        the seconds of its step then.
+    def _polish(self, strategy: ParallelStrategy, seconds: float, patience: int) -> None:
+        """Moves layers of a strategy at random, one to four at once, until `patience` moves in a row do not help.
 
         Where stages are unequal or interleaved, moves of single layers end in local minima. Half of the moves are
         between chunks of one stage, which change when its passes are ready, but not how long they take.
@@ -947,7 +946,6 @@ class Search(Families):
             failed = 0 if took_s < most_s else failed + TOGETHER
             if took_s < most_s:
                 strategy, seconds = other, took_s
-        return seconds
 
     def interleave(self) -> None:
         """Tries the best strategy's stages in other numbers of chunks, whose layers are moved before they are compared:
@@ -965,7 +963,7 @@ class Search(Families):
                 self._polish(one, took_s, POLISHED_FEW)
 
     def _move_layers(self, strategy: ParallelStrategy, counts: list[int], r: random.Random) -> ParallelStrategy | None:
-        """Returns the strategy with two to four layers moved between random ranges; None: a range would be empty.
+        """Returns the strategy with one to four layers moved between random ranges; None: a range would be empty.
 
         Args:
             counts: layers of each range, in model order.
