@@ -103,7 +103,7 @@ LEAP, STEP, SHORTER = 1e-2, 1e-3, 1e-9
 # Strategies that are improved quickly for each that is improved to the end, and the work after which one of these is
 # left, if nothing was gained, as a part of what listing took.
 QUICK, QUICK_PART = 2, 0.2
-SETTLING = 0.1  # the most work of `_settle`, as a part of all work so far
+POLISHING_PART = 0.1  # the most work of `_polish_new_best`, as a part of all work so far
 AGAIN = 5e-3  # other ranks are tried again once moves of layers have shortened the step by this part
 MOST_KEPT, KEPT = 400, 200  # when more strategies than the first number are recorded, the best of them are kept
 NEARLY = 1.25  # strategies bounded below this times the step are cut anew, which may make them faster
@@ -424,7 +424,7 @@ class Search(Families):
             others = self._within(self._others(strategy, most_s, wide), patience_s)
             for took_s, fitted in self.consider_many(others, most_s, AT_ONCE):
                 if took_s < seconds * (1 - gain):
-                    strategy, seconds = self._settle(fitted, took_s)
+                    strategy, seconds = self._polish_new_best(fitted, took_s)
                     break
             else:
                 return
@@ -541,15 +541,19 @@ class Search(Families):
         """Returns the seconds per micro-batch of (a layer, the embedding, the head) on the slowest ranks of a stage,
         with the least recomputation allowed.
         """
-        how, ways = (self.recomputes()[0][0], settings.sequence_parallel), settings.expert_ranks
-        if self.model.experts and not ways:
-            ways = count_expert_ranks(self.model.experts, sum(p.replicas for p in parts))
+        how, ways = (self.recomputes()[0][0], settings.sequence_parallel), self._find_ways(parts, settings)
         found = []
         for part in parts:
             costs, whole_s, _ = self.predict_whole(part.pool, part.tensor, part.rows, how, ways)
             first_s, last_s = [edge.forward.seconds + edge.backward.seconds for edge in costs.edges]
             found.append(((whole_s - first_s - last_s) / costs.count, first_s, last_s))
         return max(found)
+
+    def _find_ways(self, parts: tuple[DeviceGroup, ...], settings: ParallelStrategy) -> int:
+        """Returns the expert-parallel degree of a stage on these device groups; 0: the model has no experts."""
+        if self.model.experts and not settings.expert_ranks:
+            return count_expert_ranks(self.model.experts, sum(p.replicas for p in parts))
+        return settings.expert_ranks
 
     def _with_layers(
         self, settings: ParallelStrategy, ranks: Ranks, chunks: int, seconds: tuple[list[float], list[float]]
@@ -636,9 +640,7 @@ class Search(Families):
         self.work.spend(MOVE_S + MEAN_S * len(ranks))
         found = {}
         for parts in count_kinds(ranks):
-            ways = settings.expert_ranks
-            if self.model.experts and not ways:
-                ways = count_expert_ranks(self.model.experts, sum(p.replicas for p in parts))
+            ways = self._find_ways(parts, settings)
             found[parts] = max(self.predict_whole(p.pool, p.tensor, p.rows, how, ways)[2] for p in parts)
         return found
 
@@ -783,7 +785,7 @@ class Search(Families):
             tried += TOGETHER
             if seconds < since_s * (1 - STEP):
                 tried, since_s = 0, seconds
-        return self._settle(strategy, seconds)
+        return self._polish_new_best(strategy, seconds)
 
     def begin_anew(self, times: int, part: float) -> None:
         """Improves strategies several random changes away from the best one, however much slower these are at first.
@@ -908,18 +910,20 @@ class Search(Families):
         self.improve(self.fastest[0], self.fastest[1].step_s)
         self.polish()
 
-    def _settle(self, strategy: ParallelStrategy, seconds: float) -> tuple[ParallelStrategy, float]:
+    def _polish_new_best(self, strategy: ParallelStrategy, seconds: float) -> tuple[ParallelStrategy, float]:
         """Polishes a strategy that has just become the best of all searches, unless that has taken much of the work so
         far; returns what came of it.
 
         A budget may end right after, and layers that are not yet where they should be cost some percent of a step; so
         it does not end meanwhile.
         """
-        if self.few or seconds > self.work.best_s or self.work.settling_s > SETTLING * self.work.used_s:
+        if self.few or seconds > self.work.best_s or self.work.polishing_s > POLISHING_PART * self.work.used_s:
             return strategy, seconds
-        before_s, self.work.may_end = self.work.used_s, False
+        before_s = self.work.used_s
+        self.work.may_end = False
         self._polish(strategy, seconds, POLISHED_FEW)
-        self.work.settling_s, self.work.may_end = self.work.settling_s + self.work.used_s - before_s, True
+        self.work.may_end = True
+        self.work.polishing_s += self.work.used_s - before_s
         assert self.fastest is not None
         return self.fastest[0], self.fastest[1].step_s
 

@@ -35,7 +35,7 @@ class Work:
     Attributes:
         budget_s: seconds of work allowed; infinite: no limit.
         used_s: seconds of work counted so far.
-        settling_s: of it, on moving layers of strategies that had just become the best.
+        polishing_s: of it, on moving layers of strategies that had just become the best.
         best_s: shortest step that any of the searches has found.
         may_end: a strategy was found, so that the budget may end the search.
         late: processor time, not the budget, has ended the search, because the machine is slow.
@@ -43,7 +43,7 @@ class Work:
 
     def __init__(self, budget_s: float) -> None:
         self.budget_s, self.used_s = budget_s, 0.0
-        self.settling_s, self.best_s = 0.0, math.inf
+        self.polishing_s, self.best_s = 0.0, math.inf
         self.may_end = self.late = False
         self._done: set[Hashable] = set()
         self._until_s = time.process_time() + max(1.0, PROCESSOR_TIMES * budget_s)
