@@ -4,7 +4,8 @@ Memory comes from TensorFlow's best-fit allocator with coalescing, as far as siz
 (xla/tsl/framework/bfc_allocator.cc). The allocator takes the smallest free piece that is large enough, and splits it
 only if it is at least twice as large as the request (or 128 MiB larger), so a tensor may occupy nearly twice its bytes.
 Memory comes from the system in regions, each twice as large as the one before; neighbouring free pieces of a region are
-merged.
+merged. Ranks that share a host have Whale's own heap instead (whale_ops/core/transport/block_heap.h), whose pieces are as
+large as the request.
 """
 
 from __future__ import annotations
@@ -40,19 +41,22 @@ class Kinds:
     resident: int
 
 
-def peak_bytes(graph: Graph, orders: Sequence[Sequence[int]], scratch_bytes: Sequence[int]) -> tuple[int, int, int]:
+def peak_bytes(
+    graph: Graph, orders: Sequence[Sequence[int]], scratch_bytes: Sequence[int], whole_blocks: bool = True
+) -> tuple[int, int, int]:
     """Simulates the memory of one rank over several steps.
 
     Args:
         orders: execution orders of the nodes in consecutive steps, repeated. In each, number n stands for the start of
             node n, and its complement (~n) for its end.
         scratch_bytes: memory of each node while it runs, besides its results.
+        whole_blocks: see `Allocator`.
 
     Returns:
         (peak bytes during a step, bytes between steps, peak of the bytes requested).
     """
     nothing = Kinds(1, [0] * len(graph.sizes), dict.fromkeys(graph.variable_bytes, 0), 0)
-    allocator = Allocator()
+    allocator = Allocator(whole_blocks=whole_blocks)
     most, resident = peaks(graph, orders, scratch_bytes, nothing, allocator=allocator)
     return sum(most), resident, allocator.peak_asked_bytes
 
@@ -108,9 +112,11 @@ def peaks(
     return allocator.at_peak, resident
 
 
-def live_bytes(graph: Graph, order: Sequence[int], scratch_bytes: Sequence[int]) -> list[int]:
+def live_bytes(
+    graph: Graph, order: Sequence[int], scratch_bytes: Sequence[int], whole_blocks: bool = True
+) -> list[int]:
     """Returns the live bytes after each event of a step, after one step to warm up (arguments as in ``peak_bytes``)."""
-    allocator = Allocator()
+    allocator = Allocator(whole_blocks=whole_blocks)
     variables = {handle: _Owner(allocator, size, 1) for handle, size in graph.variable_bytes.items()}
     for size in filter(None, graph.resident_sizes):
         allocator.take(size)
@@ -236,7 +242,12 @@ class _Memory:
 
 
 class Allocator:
-    """Simulates TensorFlow's best-fit allocator by sizes alone; pieces of memory are numbered.
+    """Simulates a best-fit allocator by sizes alone; pieces of memory are numbered.
+
+    Args:
+        kinds: number of kinds of memory that callers distinguish.
+        whole_blocks: a free piece that has less than twice what is requested is given whole, as by TensorFlow's
+            allocator; if not, every piece is as large as the request.
 
     Attributes:
         live_bytes, peak_bytes: bytes of allocated pieces now and at the peak, whole pieces as TensorFlow reports them.
@@ -244,7 +255,8 @@ class Allocator:
         at_peak: bytes at the peak by kind, a small number that callers give to each piece.
     """
 
-    def __init__(self, kinds: int = 1) -> None:
+    def __init__(self, kinds: int = 1, whole_blocks: bool = True) -> None:
+        self._whole_blocks = whole_blocks
         self.live_bytes = self.peak_bytes = 0
         self.at_peak = [0] * kinds
         self._live = [0] * kinds
@@ -271,7 +283,8 @@ class Allocator:
                 self._region_bytes *= 2
             at = bisect_left(self._free, (size, -1))
         whole, piece = self._free.pop(at)
-        if whole >= 2 * size or whole - size >= _LARGEST_WASTE_BYTES:
+        cut = whole >= 2 * size or whole - size >= _LARGEST_WASTE_BYTES
+        if cut or (whole > size and not self._whole_blocks):
             rest = self._piece(whole - size, piece, self._behind[piece])
             if self._behind[piece] >= 0:
                 self._before[self._behind[piece]] = rest

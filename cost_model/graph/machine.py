@@ -52,6 +52,7 @@ class Machine:
         call_s: seconds to call a step, besides its operations.
         counted_from_bytes: smaller tensors are not counted, as in TensorFlow's counters of host memory.
         prices_work: whether a node's time depends on its `Work` alone, so that kernels fused by XLA can be priced.
+        whole_blocks: whether tensors may take more memory than they have bytes (see `liveness.Allocator`).
     """
 
     operations: Sequence[Callable[[Program, Node, Work], tuple[float, int]]]
@@ -61,6 +62,7 @@ class Machine:
     call_s: float = 0.0
     counted_from_bytes: int = 0
     prices_work: bool = False
+    whole_blocks: bool = True
 
     def check_holds(self, ranks: int) -> None:
         """Raises ClusterError if the machine has fewer devices than ranks."""
@@ -113,6 +115,7 @@ def make_measured_machine(
         memory_bytes=memory_bytes,
         call_s=table.call_s,
         counted_from_bytes=counted_from_bytes,
+        whole_blocks=ranks == 1 or bool(table.gpus),
     )
 
 

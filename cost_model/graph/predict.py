@@ -155,7 +155,9 @@ def predict_ranks(
     ran = [
         Ran(
             one.end_s,
-            *peak_bytes(graphs[r], [one.order, *(o[r].order for o in others)], scratch[r]),
+            *peak_bytes(
+                graphs[r], [one.order, *(o[r].order for o in others)], scratch[r], machine.whole_blocks
+            ),
             one.compute_s,
             one.exchange_s,
         )
@@ -287,7 +289,7 @@ def _seconds(steps: Steps, prices: Sequence[tuple[float, int]]) -> list[float]:
 def _timeline(
     graph: Graph, seconds: Sequence[float], scratch: Sequence[int], played: Played, machine: Machine
 ) -> Timeline:
-    held = live_bytes(graph, played.order, scratch)
+    held = live_bytes(graph, played.order, scratch, machine.whole_blocks)
     started: dict[int, float] = {}
     spans, curve = [], []
     last = -1

@@ -162,6 +162,16 @@ def test_the_allocator_gives_whole_what_is_less_than_twice_as_large() -> None:
     assert allocator.peak_asked_bytes == allocator.peak_bytes == 0
 
 
+def test_ranks_of_a_host_have_pieces_as_large_as_what_they_ask_for() -> None:
+    allocator = Allocator(whole_blocks=False)
+    first = allocator.take(3 * MIB)
+    assert allocator.live_bytes == 3 * MIB
+    allocator.give(first)
+    allocator.take(2 * MIB)
+    assert allocator.live_bytes == 2 * MIB and allocator.peak_bytes == allocator.peak_asked_bytes == 3 * MIB
+    assert not make_measured_machine(TABLE, 2).whole_blocks and make_measured_machine(TABLE, 1).whole_blocks
+
+
 def test_random_pieces_never_overlap_and_all_come_back() -> None:
     generator = np.random.default_rng(3)
     allocator, held = Allocator(), {}

@@ -21,6 +21,7 @@ int main(int count, char** arguments) {
   schedules();
   products();
   loops();
+  blocks();
   for (const int size : {1, 2, 3, 5}) sums(size);
   disagreement();
   abort_while_waiting();

@@ -34,6 +34,9 @@ void starts_that_fail();
 void overlapping_groups(int size, int orders, unsigned seed, const char* transport);
 void devices_that_hang(int size);
 
+// core_test_blocks.cc: blocks of memory that threads take and give back.
+void blocks();
+
 // core_test_memory.cc: ranks as threads that exchange as processes do.
 void shared_memory(int size);
 void submitting_threads(int size);

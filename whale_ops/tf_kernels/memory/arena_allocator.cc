@@ -3,13 +3,13 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <chrono>
 #include <cstdlib>
-#include <memory>
 #include <utility>
 
-#include "tensorflow/core/common_runtime/bfc_allocator.h"
 #include "tensorflow/core/framework/allocator_registry.h"
 #include "whale_ops/core/transport/arena.h"
+#include "whale_ops/core/transport/block_heap.h"
 
 namespace whale_ops {
 namespace {
@@ -17,10 +17,13 @@ namespace {
 using tensorflow::Allocator;
 using tensorflow::AllocatorFactoryRegistry;
 using whale::Arena;
+using whale::BlockHeap;
 
 // As in TensorFlow's own allocator (mkl_cpu_allocator.h), whose sizes and statistics this one
 // keeps.
 constexpr size_t kLargeBytes = 256 << 10;
+// How long TensorFlow's allocators wait for memory that other operations give back.
+constexpr std::chrono::seconds kPatience{10};
 constexpr int kPriority = 300;  // above all of TensorFlow's allocators
 
 class ArenaSubAllocator : public tensorflow::SubAllocator {
@@ -44,23 +47,41 @@ size_t limit_bytes() {
 
 class ArenaAllocator : public Allocator {
  public:
-  ArenaAllocator() : large_(std::make_unique<ArenaSubAllocator>(), limit_bytes(), Name(), {}) {}
+  ArenaAllocator()
+      : limit_bytes_(limit_bytes()),
+        large_(limit_bytes_, [](size_t bytes) { return Arena::instance()->take(bytes); }) {}
 
   std::string Name() override { return "whale_arena"; }
   void* AllocateRaw(size_t alignment, size_t bytes) override {
-    if (bytes >= kLargeBytes) return large_.AllocateRaw(alignment, bytes);
+    if (bytes >= kLargeBytes && alignment <= BlockHeap::kAlignment)
+      return large_.allocate(bytes, kPatience);
     void* memory = nullptr;
     return posix_memalign(&memory, std::max(alignment, sizeof(void*)), bytes) == 0 ? memory
                                                                                    : nullptr;
   }
   void DeallocateRaw(void* memory) override {
-    Arena::instance()->holds(memory) ? large_.DeallocateRaw(memory) : std::free(memory);
+    Arena::instance()->holds(memory) ? large_.release(memory) : std::free(memory);
   }
-  decltype(std::declval<Allocator>().GetStats()) GetStats() override { return large_.GetStats(); }
-  bool ClearStats() override { return large_.ClearStats(); }
+  decltype(std::declval<Allocator>().GetStats()) GetStats() override {
+    const BlockHeap::Statistics own = large_.statistics();
+    tensorflow::AllocatorStats found;
+    found.num_allocs = own.allocations;
+    found.bytes_in_use = static_cast<int64_t>(own.used_bytes);
+    found.peak_bytes_in_use = static_cast<int64_t>(own.most_used_bytes);
+    found.largest_alloc_size = static_cast<int64_t>(own.largest_bytes);
+    found.bytes_limit = static_cast<int64_t>(limit_bytes_);
+    found.largest_free_block_bytes = static_cast<int64_t>(own.largest_free_bytes);
+    found.pool_bytes = static_cast<int64_t>(own.taken_bytes);
+    return found;
+  }
+  bool ClearStats() override {
+    large_.reset_peak();
+    return true;
+  }
 
  private:
-  tensorflow::BFCAllocator large_;
+  const size_t limit_bytes_;
+  BlockHeap large_;
 };
 
 class ArenaFactory : public tensorflow::AllocatorFactory {
