@@ -165,6 +165,11 @@ class Program:
         return frozenset([n.op for n in self.nodes])
 
     @cached_property
+    def scopes(self) -> frozenset[str]:
+        """Returns the paths of the scopes around this graph's nodes, of which thousands of nodes have a few."""
+        return frozenset([n.scope for n in self.nodes])
+
+    @cached_property
     def consumers(self) -> dict[Ref, list[tuple[Node, int]]]:
         """Maps each tensor to its readers, as (node, operand number)."""
         table: dict[Ref, list[tuple[Node, int]]] = {}

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import replace
+from operator import is_
 from typing import NamedTuple
 
 from whale.ir.marks import Marks
@@ -75,7 +76,9 @@ def _simplify(program: Program) -> Program:
         controls = tuple(c for c in node.controls if find_elementwise_type(program, program.by_name[c]) is None)
         return node if controls == node.controls else replace(node, controls=controls)
 
-    return program.replace_nodes(tuple(map(simplify_node, program.nodes)))
+    nodes = tuple(map(simplify_node, program.nodes))
+    unchanged = all(map(is_, nodes, program.nodes))
+    return program if unchanged else program.replace_nodes(nodes)  # which would find what it knows of its nodes again
 
 
 def _fuse_graph(program: Program, choices: Choices) -> Program:

@@ -126,11 +126,17 @@ def _find_row_axes(program: Program, axes: Sequence[Axis]) -> Sequence[Axis]:
     Ranks have the same rows along an axis if every op that reads an input is in a scope that shards tensors over this
     axis. As in Megatron-LM, ranks along such an axis also repeat the computation outside of the scopes.
     """
-    arrives = {n.scope for n in program.nodes if any(r.node in program.inputs for r in n.inputs)}
+    arrives = _find_arriving(program)
     count = len(axes)
     while count > 1 and arrives and all(axes[count - 1].name in list_named_axes([path]) for path in arrives):
         count -= 1
     return axes[:count]
+
+
+def _find_arriving(program: Program) -> set[str]:
+    """Returns the scopes of the nodes that read an input of the program."""
+    inputs = {ref for name in program.inputs for ref in program.by_name[name].list_refs()}
+    return {node.scope for node in program.nodes if not inputs.isdisjoint(node.inputs)}
 
 
 def _remove_rows(seen: Program, settings: PlanSettings) -> PlanSettings:
@@ -145,7 +151,7 @@ def _remove_rows(seen: Program, settings: PlanSettings) -> PlanSettings:
     batch = settings.batch
     if settings.time.micro_batches > 1 or batch.inputs is not None or batch.local or batch.shares or batch.marked:
         return settings
-    arrives = {n.scope for n in seen.nodes if any(r.node in seen.inputs for r in n.inputs)}
+    arrives = _find_arriving(seen)
     whole = arrives and all(context_of(path) is not None for path in arrives)
     return settings.but(batch__inputs=()) if whole else settings
 

@@ -46,7 +46,7 @@ def split_scope(path: str) -> tuple[str, int | None] | None:
 
 def has_split_scopes(program: Program) -> bool:
     """Returns True if any node of the program is under ``wh.split``."""
-    return any("split_" in n.scope and split_scope(n.scope) for n in program.nodes)
+    return any(map(split_scope, program.scopes))
 
 
 def find_split_weights(program: Program) -> set[str]:

@@ -44,7 +44,7 @@ def stage_of(path: str) -> str:
 
 def has_stages(program: Program) -> bool:
     """Returns True if any node or variable of the program was created under ``wh.stage``."""
-    return any(stage_of(n.scope) for n in program.nodes) or any(stage_of(v.scope) for v in program.variables)
+    return any(map(stage_of, program.scopes)) or any(stage_of(v.scope) for v in program.variables)
 
 
 def stages_of(program: Program) -> tuple[str, ...]:

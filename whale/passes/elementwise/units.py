@@ -101,13 +101,15 @@ class Unit:
     bounds: int = 0
 
 
-def find_units(program: Program, found: Accesses) -> list[Unit]:
+def find_units(program: Program, found: Accesses, collapsed: bool = True) -> list[Unit]:
     """Returns the units of the main graph of ``program``, in the order of their first nodes.
 
-    An operation that updates one variable already (``whale.passes.normalize.collapse_updates``) is a unit of its own.
+    Args:
+      collapsed: an operation that updates one variable already (``whale.passes.normalize.collapse_updates``) is a unit
+        of its own; False: it is in none.
     """
     types = _find_updating_nodes(program, found)
-    if FUSED_UPDATE in program.ops:
+    if collapsed and FUSED_UPDATE in program.ops:
         for node in program.nodes:
             if node.op == FUSED_UPDATE and len(node.attrs["shapes"]) == 1:
                 # A new object: types are compared by identity, so that this node joins no other unit.

@@ -28,7 +28,8 @@ MANY = 1024  # programs with fewer assignments keep them, so that the plan names
 def collapse_updates(program: Program) -> Program:
     """Makes one operation of each variable's update, if there are ``MANY`` writes of variables or more.
 
-    Left as they are: updates of which another node reads a value, updates of more than one gradient or over several
+    Left as they are: updates of which another node reads a value, updates of more than one gradient or of none (the
+    decay of a weight, whose operation would have no operand that tells how its variable may be divided) or over several
     scopes, and all updates of a program with pipeline stages.
     """
     if sum(map(_count_writes, program.nodes)) < MANY or has_stages(program):
@@ -68,11 +69,11 @@ def _collapse(program: Program, found: Accesses, known: dict[object, SharedAttrs
       known: attributes that operations with the same arithmetic share; those of new ones are added.
     """
     made: dict[str, Node] = {}
-    for unit in find_units(program, found):
+    for unit in find_units(program, found, collapsed=False):
         if len(unit.nodes) < 2:
             continue
         part = find_part(program, unit, found) if _may_collapse(unit) else None
-        if part is None or part.does.results or part.does.rows or len(part.does.tensors) > 1:
+        if part is None or part.does.results or part.does.rows or len(part.does.tensors) != 1:
             continue
         if len(part.does.replaced) < 2:
             continue

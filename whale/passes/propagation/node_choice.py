@@ -39,6 +39,7 @@ class NodeChoice:
         self.state, self.fixed = state, fixed
         self._replicated: dict[tuple[int, int], Strategy] = {}
         self._chosen: dict[Hashable, Strategy] = {}
+        self._unmovable: dict[int, tuple[bool, ...] | None] = {}
 
     def strategy(self, node: Node, current: Sequence[Placement], like: Strategy | None = None) -> Strategy:
         """Returns the strategy of a node whose operands have the placements ``current``.
@@ -74,6 +75,22 @@ class NodeChoice:
         state = self.state
         if state.axis.whole or state.axis.groups.active:
             return None
+        kind, inputs = state.program.kind_of[node.name], node.inputs
+        if kind not in self._unmovable:
+            self._unmovable[kind] = self._find_unmovable(node)
+        unmovable = self._unmovable[kind]
+        if unmovable is None or len(set(inputs)) < len(inputs):
+            return None
+        produced, preferred = state.layout.produced, state.layout.preferred
+        key: list[object] = [kind]
+        for ref, stays in zip(inputs, unmovable):
+            key += (produced[ref], preferred.get(ref), stays and ref in state.remakable)
+        return tuple(key)
+
+    def _find_unmovable(self, node: Node) -> tuple[bool, ...] | None:
+        """Returns, for each operand of a node, whether its dtype cannot be sent; None if the choice for nodes of its
+        kind depends on more than the placements of operands.
+        """
         rule = find_rule(node.op)
         if (
             rule is None
@@ -82,19 +99,11 @@ class NodeChoice:
             or rule.produces_any
             or node.op in CONTRACTIONS
             or node.marks.owned_rows
+            or is_list_op(node)
+            or (len(node.inputs) > _MOST_IN_KEY and node.op != FUSED_UPDATE)
         ):
             return None
-        inputs = node.inputs
-        if len(inputs) > _MOST_IN_KEY and node.op != FUSED_UPDATE:
-            return None
-        if len(set(inputs)) < len(inputs) or is_list_op(node):
-            return None
-        produced, preferred, by_name = state.layout.produced, state.layout.preferred, state.program.by_name
-        key: list[object] = [state.program.kind_of[node.name]]
-        for ref in inputs:
-            unmovable = by_name[ref.node].outputs[ref.index].dtype in UNMOVABLE
-            key += (produced[ref], preferred.get(ref), unmovable and ref in state.remakable)
-        return tuple(key)
+        return tuple([self.state.program.find_type(ref).dtype in UNMOVABLE for ref in node.inputs])
 
     def replicate(self, node: Node) -> Strategy:
         """Returns the strategy that replicates a node whose operands are all replicated; notes nodes without a rule."""
