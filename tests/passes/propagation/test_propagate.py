@@ -275,6 +275,19 @@ def test_lists_that_lie_differently_are_made_whole() -> None:
     assert _texts(layout, "list_x", "list_y", "added") == ["B B -> B", "B B -> B", "B B -> B"]
 
 
+def test_a_list_that_must_be_whole_is_not_divided_by_rows_instead_of_columns() -> None:
+    """To send its element's columns to where the rows are would cost less than to gather them."""
+    b = Builder()
+    element = b.op("Relu", b.input("x", (8, 4)), name="element")
+    empty = b.node("TensorListReserve", (b.ints(8, 4), b.const(1, "int32")), (VARIANT,), "empty")
+    put = b.node("TensorListSetItem", (empty, b.const(0, "int32"), element), (VARIANT,), "put")
+    whole = b.node("TensorListFromTensor", (b.input("y", (1, 8, 4)), b.ints(8, 4)), (VARIANT,), "whole")
+    added = b.node("AddN", (put, whole), (VARIANT,), "added", N=2)
+    columns = shard(1, (2, 2))
+    layout = _main(b.build([], [added.node]), {"x": columns})
+    assert _texts(layout, "element", "put", "added") == [f"{columns} -> {columns}", "B B B -> B", "B B -> B"]
+
+
 def test_updates_that_are_alike_are_decided_about_once(monkeypatch: pytest.MonkeyPatch) -> None:
     chosen: list[str] = []
     choose = NodeChoice.choose

@@ -63,3 +63,17 @@ def test_results_of_branches_and_loops_are_partial_where_they_are_in_the_referen
     assert found["branch"].outputs == (P_SUM,) and found["loop"].outputs == (B, P_SUM)
     alone = propagate(program, 2, {})[""].strategies
     assert alone["branch"].outputs == (B,) and alone["loop"].outputs == (B, B)
+
+
+def test_the_length_of_a_list_is_read_where_the_list_lies_here() -> None:
+    """In the reference the list's elements have five rows, divided; here they have three and are whole."""
+    b, lists = Builder(), TensorType("variant", ())
+    listed = b.node("TensorListFromTensor", (b.input("x", (2, 3, 4)), b.ints(3, 4)), (lists,), "list")
+    length = b.node("TensorListLength", (listed,), (TensorType("int32", ()),), "length")
+    divided = shard(0, (3, 2))
+    known = {
+        "list": Strategy((shard(1, (3, 2)), B), (divided,), "by rows"),
+        "length": Strategy((divided,), (B,), "of any list"),
+    }
+    found = propagate(b.build([length]), 2, {}, model=ReferencePlan({"": known}))[""].strategies
+    assert found["list"].outputs == found["length"].inputs == (B,)

@@ -142,21 +142,17 @@ class NodeChoice:
             options = self.state.per_rank.options(rule, op, current)
             if getattr(rule, "produces_any", False):
                 self.state.remakable.update(node.list_refs())
-        if self.state.axis.whole and any(self.state.is_whole(r) for r in node.list_refs()):
-            options = [
-                o
-                for o in options
-                if not any(self.state.is_whole(r) and p != B for r, p in zip(node.list_refs(), o.outputs))
-            ]
+        options = self._leave_whole(node, options)
         if not options:
             why = "runs once" if rule is not None else f"stateful, and no rule for {node.op}"
             return self.state.on_first_rank(node, why)
         touched = sum(t.bytes for t in op.inputs) + sum(t.bytes for t in node.outputs)
         flops = count_matmul_flops(node, op.inputs)
         if rule is not None and like is None and not node.stateful:
-            options = [*options, *self._split_by_rows(rule, op, current, options)]
+            options = [*options, *self._leave_whole(node, self._split_by_rows(rule, op, current, options))]
             if rule.routes is not None:
-                options += [o for o in self._exchange_rows(rule, rule.routes, op, current) if o not in options]
+                exchanging = self._leave_whole(node, self._exchange_rows(rule, rule.routes, op, current))
+                options += [o for o in exchanging if o not in options]
                 if not rule.routes.table_type(op).is_static:
                     # The table's shape is unknown, and so are the bytes of the others, which move the whole table.
                     options = [o for o in options if rule.is_exchanging_rows(op, o)] or options
@@ -164,11 +160,12 @@ class NodeChoice:
             divided = self._divide_product(node, rule, op) if flops else []
             if rule is not None:
                 divided += rule.strategies(op, _as_in(like, op, current))
-            options = [o for o in (*options, *divided) if same_kind(o, like)] or options
+            options = [o for o in (*options, *self._leave_whole(node, divided)) if same_kind(o, like)] or options
         elif flops:
             # Prefer strategies that divide matrix products, as scopes ask for: by cost alone a small product would
             # be replicated, if computing its gradient twice is cheaper than moving it.
-            options = [o for o in options if _divides(o)] or self._divide_product(node, rule, op) or options
+            divided = self._leave_whole(node, self._divide_product(node, rule, op))
+            options = [o for o in options if _divides(o)] or divided or options
         best, best_cost = None, INFINITE
         for option in options:
             cost = self.cost(node, option, touched, flops)
@@ -179,6 +176,13 @@ class NodeChoice:
         if best is None:
             return self.state.on_first_rank(node, "no placement that its operands can be brought to")
         return best
+
+    def _leave_whole(self, node: Node, options: Iterable[Strategy]) -> list[Strategy]:
+        """Returns those of a node's strategies that replicate the results that must be replicated (``Axis.whole``)."""
+        if not self.state.axis.whole:
+            return list(options)
+        whole = [i for i, ref in enumerate(node.list_refs()) if self.state.is_whole(ref)]
+        return [o for o in options if all(o.outputs[i] == B for i in whole)]
 
     def _may_be_divided(self, node: Node) -> bool:
         """Returns True if a node with replicated operands should be sharded all the same: a product of tensors computed

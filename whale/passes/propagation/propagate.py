@@ -29,7 +29,7 @@ from whale.passes.analysis.rank_groups import RankGroups
 from whale.passes.analysis.scopes import split_scope
 from whale.passes.analysis.uses import find_leaving
 from whale.passes.propagation.graph_layout import GraphLayout, fetch_placements
-from whale.passes.propagation.graph_state import Axis, GraphState, NeededWhole, cannot_be_sent
+from whale.passes.propagation.graph_state import INFINITE, Axis, GraphState, NeededWhole, cannot_be_sent
 from whale.passes.propagation.local_statistics import AS_ONE_DEVICE, Semantics, find_local_statistics, half_local
 from whale.passes.propagation.node_choice import NodeChoice
 from whale.passes.propagation.reference_plan import ReferencePlan
@@ -157,6 +157,8 @@ class Propagation:
             given = self.fixed.get(node.name)
             if given is None and self.model is not None:
                 given = self.model.exact(state.program, state.name, node)
+                if given is not None and not self._may_take(node, given):
+                    given = None
             if given is not None and node.op in HAS_BODIES:
                 current, given = list(given.inputs), None  # the bodies have to be propagated all the same
             if given is not None:
@@ -183,6 +185,18 @@ class Propagation:
                 preferred.update((ref, B) for ref in node.list_refs() if ref in self.leaving)
             if self.gathered and self._is_gathered(node, given is not None):
                 preferred[Ref(node.name)] = B
+
+    def _may_take(self, node: Node, given: Strategy) -> bool:
+        """Returns True if the operands that cannot be sent (lists) have the placements of ``given``, or can be created
+        in them.
+
+        An operation that yields no list, such as a list's length, does not show where its list lies.
+        """
+        return all(
+            self.state.reshard_cost(ref, wanted) < INFINITE
+            for ref, wanted in zip(node.inputs, given.inputs)
+            if self.state.program.find_type(ref).dtype in UNMOVABLE
+        )
 
     def _is_gathered(self, node: Node, given: bool) -> bool:
         """Returns True if readers find the result of ``node`` gathered: it yields a weight that is sharded only between
