@@ -10,7 +10,8 @@ from whale.ir.marks import Marks
 SHAPES = [
     case("Reshape", F(8, 6), K([48])), case("Reshape", F(8, 6), K([4, 2, 6])), case("Reshape", F(4, 2, 6), K([8, 6])),
     case("Reshape", F(8, 6), K([8, 2, 3])), case("Reshape", F(8, 6), K([12, 4])),
-    case("Reshape", F(8, 1, 6), K([8, 6, 1])),
+    case("Reshape", F(8, 1, 6), K([8, 6, 1])), case("Reshape", F(1, 6, 4), K([24])),
+    case("Reshape", F(12, 2), K([1, 3, 4, 2])),
     case("Reshape", F(6, 4, 2), K([6, 8])), case("Reshape", F(8), D([2, 4], "int64")),
     case("Reshape", F(8, 3, 4), K([-1, 4])),
     case("ExpandDims", F(8, 3), K(0)), case("ExpandDims", F(8, 3), K(-1)), case("ExpandDims", F(8, 3), K(1)),

@@ -434,3 +434,31 @@ def test_a_single_row_in_micro_batches_with_biases_in_a_loop_and_a_branch(ranks:
     ranks(count, **{"pipeline.micro_batches": 2})
     for a, b in zip(train(wh.function), wanted, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-12)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_single_row_in_micro_batches_is_cut_into_windows_and_joined(ranks: Start, count: int) -> None:
+    """Windows stand in the first dimension, beside the rows: those of a rank's single row are of one micro-batch."""
+
+    def train(function: Any) -> list[np.ndarray]:
+        draw = np.random.default_rng(0)
+        weight = tf.Variable(draw.standard_normal((4, 4)))
+
+        @function
+        def step(x: tf.Tensor) -> tf.Tensor:
+            with tf.GradientTape() as tape:
+                h = x @ weight
+                windows = tf.reshape(tf.transpose(tf.reshape(h, [-1, 2, 2, 4]), [0, 2, 1, 3]), [-1, 2, 4])
+                windows = tf.nn.softmax(tf.matmul(windows, windows, transpose_b=True)) @ windows
+                joined = tf.transpose(tf.reshape(windows, [-1, 2, 2, 4]), [0, 2, 1, 3])
+                loss = tf.reduce_mean((h + tf.reshape(joined, [-1, 4, 4])) ** 2)
+            weight.assign_sub(0.1 * tape.gradient(loss, weight))
+            return loss
+
+        x = tf.constant(draw.standard_normal((2, 4, 4)))
+        return [*(step(x[:rows]).numpy() for rows in (count, 1)), tf.convert_to_tensor(weight).numpy()]
+
+    wanted = train(tf.function)
+    ranks(count, **{"pipeline.micro_batches": 2})
+    for a, b in zip(train(wh.function), wanted, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-12)

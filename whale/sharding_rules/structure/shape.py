@@ -34,8 +34,10 @@ def write_reshape_terms(
 
     From the left, the dimensions of both sides are divided into shortest groups of equal product. In each group, the
     outermost dimensions of both sides can be sharded together, in units of their greatest common divisor. A dimension
-    of size 1 that both sides have in the same place is a group of its own: it may be a batch of one row. Example: for
-    (6, 4) and (24,) the terms are "g1 x" and "(g1 4)", so that 24 is sharded in multiples of 4.
+    of size 1 that both sides have in the same place is a group of its own: it may be a batch of one row. So may a first
+    dimension of size 1 that one side alone has: on the other side it is the outermost part of the first dimension.
+    Examples: for (6, 4) and (24,) the terms are "g1 x" and "(g1 4)", so that 24 is sharded in multiples of 4; for
+    (1, 6, 4) and (24,) they are "row g1 x" and "(row g1 4)".
 
     Args:
       before: shape of the operand.
@@ -69,10 +71,20 @@ def write_reshape_terms(
         group += 1
         few = 1 < (max(before[i:i2], after[j:j2], key=len)[0] or 0) < parts
         first, second = _write_pair(f"g{group}", before[i:i2], after[j:j2], in_runs or few)
+        if i + j == 1 and first and second and None not in before[:i2] + after[:j2]:
+            if i:
+                left[0], second[0] = "row", _write_around("row", second[0])
+            else:
+                right[0], first[0] = "row", _write_around("row", first[0])
         left += first
         right += second
         i, j = i2, j2
     return left, right
+
+
+def _write_around(label: str, term: str) -> str:
+    """Writes the term of a dimension that is made of ``label``, outermost, and of what ``term`` says."""
+    return f"({label} {term.removeprefix('(').removesuffix(')')})"
 
 
 def _write_empty_terms(before: Dims, after: Dims) -> tuple[list[str], list[str]]:
