@@ -4,8 +4,8 @@ Memory comes from TensorFlow's best-fit allocator with coalescing, as far as siz
 (xla/tsl/framework/bfc_allocator.cc). The allocator takes the smallest free piece that is large enough, and splits it
 only if it is at least twice as large as the request (or 128 MiB larger), so a tensor may occupy nearly twice its bytes.
 Memory comes from the system in regions, each twice as large as the one before; neighbouring free pieces of a region are
-merged. Ranks that share a host have Whale's own heap instead (whale_ops/core/transport/block_heap.h), whose pieces are as
-large as the request.
+merged. Ranks that share a host have Whale's own heap instead (whale_ops/core/transport/block_heap.h), whose pieces are
+as large as the request.
 """
 
 from __future__ import annotations

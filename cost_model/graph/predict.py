@@ -155,9 +155,7 @@ def predict_ranks(
     ran = [
         Ran(
             one.end_s,
-            *peak_bytes(
-                graphs[r], [one.order, *(o[r].order for o in others)], scratch[r], machine.whole_blocks
-            ),
+            *peak_bytes(graphs[r], [one.order, *(o[r].order for o in others)], scratch[r], machine.whole_blocks),
             one.compute_s,
             one.exchange_s,
         )

@@ -14,7 +14,7 @@ results are simulated. Then `moves` improve the best ones, one change after the 
 family contains (other tensor-parallel degrees in the first and last stage, a further stage on idle devices, chunks of
 unequal length).
 
-Decisions: 0048, 0195, 0211, 0214, 0215, 0219.
+Decisions: 0048, 0195, 0211, 0214, 0215, 0219, 0222.
 """
 
 from __future__ import annotations
@@ -114,6 +114,7 @@ SHAKEN, PATIENCE = 3, 16  # random changes improved per round of `_shake`, and r
 WANDERED, WANDERED_SOME, WANDERED_FROM = 1024, 128, 6
 # Random changes of ranks that lead to another place to begin from, and the times the best step that each may take.
 AWAY, AWAY_TIMES = (2, 5), 1.6
+SETTLED = 3  # times that a thousand random changes of the best strategy gain nothing before it counts as settled
 DIVIDED = 0.5  # of random changes of ranks, those after which layers are divided anew
 ENDS_OF, ENDS = 4, 6  # strategies whose first and last stages are changed; other ranks of each of these
 # Random moves of layers without gain before the best strategy is left as it is, and before another one is; strategies
@@ -305,6 +306,7 @@ class Search(Families):
         """Returns the strategy in its legal form, with recompute chosen, and whether it is worth simulating: new and
         maybe faster.
         """
+        self.work.settle_if_due()
         if self.limits.zero is None and strategy.zero and all(stage.replicas == 1 for stage in strategy.stages):
             strategy = msgspec.structs.replace(strategy, zero=0)  # with one replica there is no state to shard
         if strategy.expert_ranks != (legal := self._keep_experts(strategy, [stage.parts for stage in strategy.stages])):
@@ -926,6 +928,21 @@ class Search(Families):
         self.work.polishing_s += self.work.used_s - before_s
         assert self.fastest is not None
         return self.fastest[0], self.fastest[1].step_s
+
+    def settle(self, until_s: float) -> None:
+        """Makes small changes of the best strategy until they no longer help, or until so many seconds of work were
+        spent.
+        """
+        settled_s, failed = math.inf, 0
+        while self.work.used_s < until_s and failed < SETTLED:
+            assert self.fastest is not None
+            if self.fastest[1].step_s < settled_s * (1 - STEP):
+                self.refine()
+                self.improve(self.fastest[0], self.fastest[1].step_s, STEP, patience_s=until_s - self.work.used_s)
+                settled_s, failed = self.fastest[1].step_s, 0
+            else:
+                self._wander_from_best()
+                failed += 1
 
     def polish(self) -> None:
         """Moves layers of the best strategy at random until that does not help."""

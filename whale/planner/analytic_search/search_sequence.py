@@ -3,7 +3,7 @@
 The steps always come in the same order, and the budget only decides after which one the search ends: a larger budget
 never gives a slower plan, and a busy machine gives the same plan as an idle one.
 
-Decisions: 0077, 0158, 0172, 0187, 0194, 0195, 0209, 0211, 0214, 0215, 0219.
+Decisions: 0077, 0158, 0172, 0187, 0194, 0195, 0209, 0211, 0214, 0215, 0219, 0222.
 """
 
 from __future__ import annotations
@@ -108,6 +108,7 @@ class _Sequence:
     def __init__(self, model: Model, machines: Machines, batch: int, limits: Constraints) -> None:
         self.model, self.machines, self.batch, self.limits = model, machines, batch, limits
         self.work = Work(limits.budget_s)
+        self.work.settle = self._settle
         self.searches: list[Search] = []
         self.started_s, self.cut = time.monotonic(), ""
         self.fixed: ParallelStrategy | None = None  # the strategy for which `_fix_choices` tried other values
@@ -165,6 +166,17 @@ class _Sequence:
         """
         limits = one.limits
         return replace(self.limits, context=limits.context, offload=limits.offload, faster_than_s=limits.faster_than_s)
+
+    def _settle(self, until_s: float) -> None:
+        """Brings the best strategy to where small changes no longer help, or spends so many seconds of work on that.
+
+        Searches explore for most of their time, and what they have found is then not at its best when the budget ends.
+        """
+        best = self.found[0]
+        if not best.few:
+            best.settle(until_s)
+        while self.work.used_s < until_s and self._convert_rows(closely=False):
+            pass
 
     def _take_over(self, one: Search) -> None:
         """Continues with the fastest strategy of a search with fixed choices where these are free, if it is the fastest

@@ -3,14 +3,14 @@
 The unit is the second: each step of a search counts as the seconds that it takes on one idle core, on every machine.
 Processor time ends a search only if it exceeds the counted work several times over.
 
-Decision: 0158.
+Decisions: 0158, 0222.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 
 # Seconds of one core for: the estimate of a candidate; the layers' costs on a kind of rank; a bound of a strategy by
 # its passes, and each stage of it; a stage's passes, memory and cost, computed, and its cost and recomputation, cached.
@@ -23,6 +23,9 @@ MOVE_S, MEAN_S, DIVIDE_S, RANDOM_S, EVALUATE_S = 5e-5, 6e-7, 3e-5, 3e-5, 1.2e-4
 PASS_S, TOGETHER_PASS_S, FIT_S, CUT_S, ELEMENT_S = 2.5e-7, 1.2e-7, 2e-5, 4e-6, 5e-9
 PROCESSOR_TIMES = 5  # processor time ends a search at this times the budget
 LOOK_S = 0.05  # seconds of work between two looks at the processor time
+# Seconds of work after which the best strategy so far is settled for the first time, and by what they grow each time.
+# The most work of it, as a part of all work before.
+SETTLE_S, SETTLE_TIMES, SETTLE_PART = 0.4, 2.0, 0.3
 
 
 class OutOfWork(Exception):
@@ -37,6 +40,8 @@ class Work:
         used_s: seconds of work counted so far.
         polishing_s: of it, on moving layers of strategies that had just become the best.
         best_s: shortest step that any of the searches has found.
+        settle_s: seconds of work after which that strategy is settled next.
+        settle: settles it; takes the seconds of work at which to end.
         may_end: a strategy was found, so that the budget may end the search.
         late: processor time, not the budget, has ended the search, because the machine is slow.
     """
@@ -44,10 +49,19 @@ class Work:
     def __init__(self, budget_s: float) -> None:
         self.budget_s, self.used_s = budget_s, 0.0
         self.polishing_s, self.best_s = 0.0, math.inf
+        self.settle_s = SETTLE_S
+        self.settle: Callable[[float], None] | None = None
         self.may_end = self.late = False
         self._done: set[Hashable] = set()
         self._until_s = time.process_time() + max(1.0, PROCESSOR_TIMES * budget_s)
         self._next_s = LOOK_S
+
+    def settle_if_due(self) -> None:
+        """Settles the best strategy so far, if so much work was done that this is due."""
+        if self.settle is not None and self.may_end and self.used_s > self.settle_s:
+            while self.used_s > self.settle_s:
+                self.settle_s *= SETTLE_TIMES
+            self.settle(self.used_s * (1 + SETTLE_PART))
 
     def spend_once(self, what: Hashable, seconds: float) -> None:
         """Counts work that several searches need but only the first one does; `what` identifies it."""

@@ -86,7 +86,8 @@ void BlockHeap::release(void* memory) {
     const std::lock_guard<std::mutex> lock(mutex_);
     const auto block = blocks_.find(static_cast<char*>(memory));
     if (block == blocks_.end() || !block->second.used) {
-      std::fprintf(stderr, "whale: no tensor's memory begins at %p, or it is free already\n", memory);
+      std::fprintf(stderr, "whale: no tensor's memory begins at %p, or it is free already\n",
+                   memory);
       std::abort();
     }
     const size_t bytes = block->second.bytes;

@@ -17,9 +17,9 @@
 namespace whale {
 
 // Gives out the smallest free block that is large enough, cut to size, and joins a block that comes
-// back with its free neighbours. TensorFlow's BFCAllocator does so too, but gives a block whole that
-// has less than twice what was asked for, and keeps 8 bytes for each 256 bytes of all memory that it
-// has taken. Callable from any thread.
+// back with its free neighbours. TensorFlow's BFCAllocator does so too, but gives a block whole
+// that has less than twice what was asked for, and keeps 8 bytes for each 256 bytes of all memory
+// that it has taken. Callable from any thread.
 class WHALE_EXPORT BlockHeap {
  public:
   // Blocks begin at multiples of this, and take multiples of it.
@@ -34,8 +34,8 @@ class WHALE_EXPORT BlockHeap {
     int64_t allocations = 0;  // since reset_peak()
   };
 
-  // `take` returns so many more bytes, which are whole pages, or null; they need not follow the ones
-  // before. At most `limit_bytes` are taken.
+  // `take` returns so many more bytes, which are whole pages, or null; they need not follow the
+  // ones before. At most `limit_bytes` are taken.
   BlockHeap(size_t limit_bytes, std::function<void*(size_t bytes)> take);
 
   // Returns a block. Where none is left, waits up to `patience` for blocks that come back; null if
@@ -64,7 +64,7 @@ class WHALE_EXPORT BlockHeap {
   const std::function<void*(size_t)> take_;
   mutable std::mutex mutex_;
   std::condition_variable released_;
-  Blocks blocks_;                           // all, by their first byte
+  Blocks blocks_;                            // all, by their first byte
   std::set<std::pair<size_t, char*>> free_;  // the free ones, by size
   Statistics statistics_;
 };
