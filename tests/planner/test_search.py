@@ -188,11 +188,11 @@ def test_the_best_strategy_is_settled_when_work_has_doubled() -> None:
     work, settled = Work(math.inf), list[tuple[float, float]]()
     work.settle = lambda until_s: settled.append((work.used_s, until_s))
     for step in range(64):
-        work.may_end = step > 8  # nothing was found before
+        work.may_end = step > 18  # nothing was found before
         work.spend(0.0625)
         work.settle_if_due()
-    assert [at_s for at_s, _ in settled] == [0.625, 0.8125, 1.625, 3.25]
-    assert [until_s / at_s for at_s, until_s in settled] == pytest.approx([1.3] * 4)
+    assert [at_s for at_s, _ in settled] == [1.25, 1.625, 3.25]
+    assert [until_s / at_s for at_s, until_s in settled] == pytest.approx([1.3] * 3)
 
 
 def test_kinds_of_hosts_that_are_left_idle_do_not_make_a_plan_slower() -> None:
@@ -322,7 +322,7 @@ def test_rows_that_take_several_micro_batches_are_divided_more_finely() -> None:
     """Divides nine rows for each of eight devices in quarters: three rows do not fit at once, nine quarters do."""
     one = case(314)
     model = one.model()
-    found = search(model, model.machines, one.batch, Constraints(budget_s=1.5))
+    found = search(model, model.machines, one.batch, Constraints(budget_s=1.7))
     whole = search(model, model.machines, one.batch, Constraints(budget_s=0.5, context=1))
     assert whole.strategy.micro_batches == 9 and found.strategy.context == 4
     assert found.fastest_s < 0.94 * whole.fastest_s

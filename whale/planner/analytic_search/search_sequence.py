@@ -172,9 +172,9 @@ class _Sequence:
 
         Searches explore for most of their time, and what they have found is then not at its best when the budget ends.
         """
-        best = self.found[0]
-        if not best.few:
-            best.settle(until_s)
+        if self.found[0].few:
+            return  # every assignment of the devices is tried
+        self.found[0].settle(until_s)
         while self.work.used_s < until_s and self._convert_rows(closely=False):
             pass
 

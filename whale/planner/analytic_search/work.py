@@ -25,7 +25,7 @@ PROCESSOR_TIMES = 5  # processor time ends a search at this times the budget
 LOOK_S = 0.05  # seconds of work between two looks at the processor time
 # Seconds of work after which the best strategy so far is settled for the first time, and by what they grow each time.
 # The most work of it, as a part of all work before.
-SETTLE_S, SETTLE_TIMES, SETTLE_PART = 0.4, 2.0, 0.3
+SETTLE_S, SETTLE_TIMES, SETTLE_PART = 0.8, 2.0, 0.3
 
 
 class OutOfWork(Exception):
