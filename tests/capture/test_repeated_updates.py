@@ -245,8 +245,8 @@ def test_decay_and_averages_of_divided_weights_are_those_of_one_device(
         np.testing.assert_allclose(own, one, rtol=1e-10, atol=1e-10)
 
 
-class DecaysByIndex(_Adam):
-    """A rate of decay that Python code of the script decides, whenever it is asked."""
+class CountedRate(_Adam):
+    """A learning rate that code of the script decides anew whenever it is asked, as decay does for each variable."""
 
     asked = 0
 
@@ -264,7 +264,7 @@ def test_decay_and_averages_are_traced_once_where_only_handles_differ() -> None:
     assert _calls(keras.optimizers.SGD(0.01, **_AVERAGED), _MANY) == each
     assert _calls(keras.optimizers.AdamW(0.01, **_AVERAGED), _MANY) == 3 * each
     assert _calls(keras.optimizers.SGD(lambda: tf.constant(0.01), weight_decay=0.1), _MANY) == 0
-    assert _calls(DecaysByIndex(0.01, weight_decay=0.1), _MANY) == each  # of the update, not of the decay
+    assert _calls(CountedRate(0.01, weight_decay=0.1), _MANY) == each  # of the update, not of the decay
 
 
 def test_methods_of_optimizers_are_keras_own_after_a_trace() -> None:

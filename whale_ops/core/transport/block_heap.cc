@@ -7,6 +7,7 @@
 #include "whale_ops/core/transport/process_memory.h"
 
 namespace whale {
+
 BlockHeap::BlockHeap(size_t limit_bytes, std::function<void*(size_t bytes)> take)
     : limit_bytes_(limit_bytes), take_(std::move(take)) {}
 
@@ -16,14 +17,14 @@ void* BlockHeap::allocate(size_t bytes, std::chrono::milliseconds patience) {
   void* found = nullptr;
   std::unique_lock<std::mutex> lock(mutex_);
   released_.wait_for(lock, patience, [&] {
-    found = find(rounded);
-    if (found == nullptr && grow(rounded)) found = find(rounded);
+    found = take_free(rounded);
+    if (found == nullptr && grow(rounded)) found = take_free(rounded);
     return found != nullptr;
   });
   return found;
 }
 
-void* BlockHeap::find(size_t bytes) {
+void* BlockHeap::take_free(size_t bytes) {
   const auto fitting = free_.lower_bound({bytes, nullptr});
   if (fitting == free_.end()) return nullptr;
   const auto block = blocks_.find(fitting->second);

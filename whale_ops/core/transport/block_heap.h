@@ -54,7 +54,9 @@ class WHALE_EXPORT BlockHeap {
   };
   using Blocks = std::map<char*, Block>;
 
-  void* find(size_t bytes);
+  // Takes the smallest free block of so many bytes, cut to size; null if there is none.
+  void* take_free(size_t bytes);
+  // Takes more memory, so that there is such a block; false if none is left.
   bool grow(size_t bytes);
   // Adds a free block, joined with free ones next to it.
   void add_free(char* begin, size_t bytes);
