@@ -15,9 +15,6 @@ from dataclasses import dataclass, field
 from whale.errors import PlanError
 from whale.ir.pipeline_schedule import Schedule
 
-STEADY_GROUPS = 8  # groups of micro-batches to simulate before looking for a steady state in the middle
-SAME = 1e-13  # relative difference up to which two durations are equal but for rounding
-
 
 @dataclass(slots=True)
 class Tasks:
@@ -84,80 +81,6 @@ def pipeline_tasks(
     return tasks
 
 
-def one_f_one_b_ends_s(forward_s: Sequence[float], backward_s: Sequence[float], micro_batches: int) -> list[float]:
-    """Returns the seconds at which each stage's last pass ends under 1F1B with one chunk per stage.
-
-    Gives the same times as `simulate`, several times faster. All passes are numbered by slots, one or no pass of a
-    stage in each: stage s of S runs the forward pass of micro-batch m in slot s + 2m and its backward pass in slot 2S -
-    1 - s + 2m. Slots give the order, not the times: each pass waits only for passes of earlier slots, so that going
-    through the slots in order computes all times.
-
-    Args:
-        forward_s, backward_s: seconds of one micro-batch for each stage, sends that the stage waits for included.
-    """
-    stages = len(forward_s)
-    free_s, ahead_s, back_s = [0.0] * stages, [0.0] * stages, [0.0] * stages
-    last = 2 * (stages + micro_batches) - 3
-    slot = 0
-    before_s: list[float] = []
-    while slot <= last:
-        for stage in range(max(slot % 2, slot - 2 * micro_batches + 2), min(slot, stages - 1) + 1, 2):
-            at = free_s[stage]
-            if stage and ahead_s[stage - 1] > at:
-                at = ahead_s[stage - 1]
-            ahead_s[stage] = free_s[stage] = at + forward_s[stage]
-        for stage in range(max((slot + 1) % 2, 2 * stages - 1 - slot), min(stages - 1, last - slot) + 1, 2):
-            at = free_s[stage]
-            if stage < stages - 1 and back_s[stage + 1] > at:
-                at = back_s[stage + 1]
-            back_s[stage] = free_s[stage] = at + backward_s[stage]
-        # Steady state, while all stages run passes of both kinds: if two slots have increased all times by the same
-        # amount, all further pairs of slots do so too, as what follows depends only on these times.
-        if slot % 2 and 2 * stages <= slot < 2 * micro_batches - 4:
-            now_s = [*free_s, *ahead_s, *back_s]
-            if before_s and _moved_alike(before_s, now_s):
-                pairs = (2 * micro_batches - 3 - slot) // 2
-                for times_s in (free_s, ahead_s, back_s):
-                    for stage, moved in enumerate([now_s[0] - before_s[0]] * stages):
-                        times_s[stage] += pairs * moved
-                slot += 2 * pairs
-                before_s = []
-            else:
-                before_s = now_s
-        slot += 1
-    return free_s
-
-
-def _moved_alike(before_s: Sequence[float], now_s: Sequence[float]) -> bool:
-    """Returns True if all times have increased by the same amount, up to rounding."""
-    moved, most = now_s[0] - before_s[0], SAME * now_s[0]
-    return all(abs(now - before - moved) <= most for before, now in zip(before_s, now_s))
-
-
-def interleaved_ends_s(
-    forward_s: Sequence[Sequence[float]], backward_s: Sequence[Sequence[float]], micro_batches: int
-) -> list[float]:
-    """Returns the seconds at which each stage's last pass ends under interleaved 1F1B.
-
-    Gives the same times as `simulate`, several times faster. Micro-batches go in groups (see `schedule_interleaved`).
-    Once all passes of a group come by the same amount later than those of the group before, so do those of further
-    groups, which are therefore not simulated.
-
-    Args:
-        forward_s, backward_s: seconds of one micro-batch, indexed [stage][chunk], sends that the stage waits for
-            included.
-    """
-    count = max(1, micro_batches // len(forward_s))
-    if micro_batches % count == 0:
-        size, few = micro_batches // count, STEADY_GROUPS
-        while few < count:
-            ends_s, steps_s = _play_interleaved(forward_s, backward_s, few * size, few)
-            if max(steps_s) - min(steps_s) <= SAME * few * ends_s[0]:
-                return [end + (count - few) * steps_s[0] for end in ends_s]
-            few *= 4
-    return _play_interleaved(forward_s, backward_s, micro_batches, count)[0]
-
-
 def least_end_s(
     forward_s: Sequence[Sequence[float]], backward_s: Sequence[Sequence[float]], micro_batches: int
 ) -> float:
@@ -171,7 +94,7 @@ def least_end_s(
     the passes that it cannot have run before that follow.
 
     Args:
-        forward_s, backward_s: as in `interleaved_ends_s`.
+        forward_s, backward_s: as in `whale_ops.pipeline.play_pipeline`.
     """
     stages, chunks = len(forward_s), len(forward_s[0])
     groups = max(1, micro_batches // stages)
@@ -196,68 +119,6 @@ def least_end_s(
         begin_s += ahead[0]
         before_s += back[0]
     return max(least_s, begin_s + before_s)
-
-
-def _play_interleaved(
-    forward_s: Sequence[Sequence[float]], backward_s: Sequence[Sequence[float]], micro_batches: int, groups: int
-) -> tuple[list[float], list[float]]:
-    """Simulates interleaved 1F1B with micro-batches in `groups` groups.
-
-    Returns:
-        (seconds at which each stage's last pass ends, delays). The delays are those of the passes of two groups in the
-        middle of the step: by how many seconds each pass comes later than the same pass of the group before. Equal
-        delays show a steady state. They are [] if there are too few groups.
-    """
-    stages, chunks = len(forward_s), len(forward_s[0])
-    sizes = [(micro_batches + groups - 1 - i) // groups for i in range(groups)]
-    firsts = [sum(sizes[:i]) for i in range(groups)]
-    ahead = [(c, m) for first, size in zip(firsts, sizes) for c in range(chunks) for m in range(first, first + size)]
-    total, last = len(ahead), stages * chunks - 1
-    ahead_s = [[-1.0] * micro_batches for _ in range(last + 1)]
-    back_s = [[-1.0] * micro_batches for _ in range(last + 1)]
-    places, free_s = [0] * stages, [0.0] * stages
-    warm = [total if groups == 1 else min(total, 2 * (stages - 1 - s) + (chunks - 1) * sizes[0]) for s in range(stages)]
-    waiting, runnable = [False] * stages, list(range(stages))
-    while runnable:
-        stage = runnable.pop()
-        waiting[stage] = False
-        place, now, own = places[stage], free_s[stage], warm[stage]
-        took, back_took = forward_s[stage], backward_s[stage]
-        while place < 2 * total:
-            # Forward passes during the warm-up, then one of each kind in turn, then the remaining backward passes.
-            over = place - own
-            if over < 0 or (over % 2 == 0 and own + over // 2 < total):
-                chunk, m = ahead[place if over < 0 else own + over // 2]
-                part = chunk * stages + stage
-                ready = ahead_s[part - 1][m] if part else 0.0
-                if ready < 0:
-                    break
-                now = (ready if ready > now else now) + took[chunk]
-                ahead_s[part][m] = now
-            else:
-                chunk, m = ahead[over // 2 if over // 2 < total - own else place - total]
-                chunk = chunks - 1 - chunk
-                part = chunk * stages + stage
-                ready = (ahead_s[part] if part == last else back_s[part + 1])[m]
-                if ready < 0:
-                    break
-                now = (ready if ready > now else now) + back_took[chunk]
-                back_s[part][m] = now
-            place += 1
-        if place > places[stage]:
-            for other in ((stage + 1) % stages, stage - 1 if stage else stages - 1):
-                if not waiting[other] and other != stage and places[other] < 2 * total:
-                    waiting[other] = True
-                    runnable.append(other)
-        places[stage], free_s[stage] = place, now
-    middle = groups // 2
-    steps_s = [
-        times[firsts[at + 1] + i] - times[firsts[at] + i]
-        for times in (*ahead_s, *back_s)
-        for at in (range(middle - 1, middle + 1) if groups >= STEADY_GROUPS else ())
-        for i in range(sizes[0])
-    ]
-    return free_s, steps_s
 
 
 @dataclass(frozen=True, slots=True)

@@ -152,6 +152,7 @@ def load_core() -> ctypes.CDLL:
         "whale_bytes_count": (long, [pointer]),
         "whale_bytes_data": (pointer, [pointer, long, ctypes.POINTER(long)]),
         "whale_bytes_free": (None, [pointer]),
+        "whale_play_pipeline": (None, [long, long, long, pointer, pointer, pointer]),
     }
     for name, (result, arguments) in signatures.items():
         function = getattr(library, name)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from cost_model.analytic.evaluate_many import evaluate_many
+from cost_model.analytic.evaluate import evaluate
 from cost_model.analytic.stacks import stack
 from cost_model.analytic.stage_cache import StageCosts
 from cost_model.analytic.stage_costs import fully_sharded
@@ -40,7 +40,6 @@ NETWORKS = ("ethernet-10g", "ethernet-25g", "ethernet-100g", "infiniband-hdr-200
 STACKS = ("megatron-2022", "megatron-core-bf16")
 BEATEN = 0.01  # part of a step by which another is faster that counts as beaten
 SETS = 50  # choices fixed, for each plan
-TOGETHER = 16  # interleaved changes that are evaluated at once
 
 
 @dataclass(frozen=True)
@@ -93,7 +92,7 @@ class Attack:
 
     Attributes:
         strategy, step_s: the fastest so far.
-        tried: changes whose devices and rows were legal; seen: these; waiting: those that may be faster.
+        tried: changes whose devices and rows were legal; seen: these.
         won: part of the step that each kept change gained, with the names of what it changed.
     """
 
@@ -103,7 +102,7 @@ class Attack:
         self.batch, self.r = one.batch, random.Random(seed)
         self.costs = StageCosts(self.model, self.machines)
         self.strategy, self.step_s, self.tried = strategy, step_s, 0
-        self.seen, self.waiting = {strategy}, dict[ParallelStrategy, str]()
+        self.seen = {strategy}
         self.won: list[tuple[float, str]] = []
 
     def run(self, moves: int, processor_s: float) -> None:
@@ -121,22 +120,12 @@ class Attack:
             self.seen.add(other)
             self.tried += 1
             # What takes longest is asked last: most changes make the step longer, by the slowest stage alone.
-            if self._at_least_s(other) < self.step_s:
-                self.waiting[other] = "+".join(names)
-            if other in self.waiting and (other.chunks == 1 or len(self.waiting) >= TOGETHER):
-                self._evaluate_waiting()
-        self._evaluate_waiting()
-
-    def _evaluate_waiting(self) -> None:
-        """Keeps the fastest of the changes that wait, if it is faster; interleaved ones are played together."""
-        found = evaluate_many(self.model, self.machines, list(self.waiting), self.costs)
-        for (other, names), one in sorted(zip(self.waiting.items(), found), key=lambda e: e[1].step_s):
-            if one.step_s >= self.step_s:
-                break
-            if one.fits and not check(self.model, self.machines, other, self.batch):
-                self.won.append((1 - one.step_s / self.step_s, names))
-                self.strategy, self.step_s = other, one.step_s
-        self.waiting.clear()
+            if self._at_least_s(other) >= self.step_s:
+                continue
+            found = evaluate(self.model, self.machines, other, self.costs)
+            if found.step_s < self.step_s and found.fits and not check(self.model, self.machines, other, self.batch):
+                self.won.append((1 - found.step_s / self.step_s, "+".join(names)))
+                self.strategy, self.step_s = other, found.step_s
 
     def _may_be_legal(self, strategy: ParallelStrategy) -> bool:
         """Tells whether parts, rows and numbers of devices are legal; `check` also lays groups on hosts."""

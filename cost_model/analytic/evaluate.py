@@ -21,18 +21,12 @@ from cost_model.cluster.pools import Machines
 from cost_model.hardware import Device
 from cost_model.kernels.collectives import all_reduce_s
 from cost_model.kernels.interval import UNKNOWN, compute_interval_s
-from cost_model.simulator import (
-    Tasks,
-    Timeline,
-    interleaved_ends_s,
-    one_f_one_b_ends_s,
-    pipeline_tasks,
-    simulate,
-)
+from cost_model.simulator import Tasks, Timeline, pipeline_tasks, simulate
 from whale.errors import PlanError
 from whale.ir.pipeline_schedule import Schedule, make_schedule
 from whale.ir.prediction import Prediction, RankPrediction
 from whale.ir.strategy import DeviceGroup, ParallelStrategy
+from whale_ops.pipeline import play_pipeline
 
 SCHEDULES = ("1f1b", "gpipe")  # those that do not split a backward pass into two, as zero-bubble schedules do
 
@@ -79,15 +73,12 @@ def evaluate(
     machines: Machines,
     strategy: ParallelStrategy,
     stage_costs: StageCosts | None = None,
-    ends: list[float] | None = None,
 ) -> Evaluation:
     """Predicts the time and memory of one training step under a strategy by simulating its schedule.
 
     Args:
         stage_costs: cache of stage costs that a search shares between calls, for this model on these machines; None:
             costs are computed anew.
-        ends: seconds at which each stage's last pass ends, if already simulated (`evaluate_many` does); None: simulated
-            here.
 
     Raises:
         PlanError: the schedule splits backward passes, or does not support this number of chunks or micro-batches.
@@ -95,14 +86,10 @@ def evaluate(
     stages, count = len(strategy.stages), strategy.micro_batches
     stage_costs = stage_costs or StageCosts(model, machines)
     costs = stage_costs.list_costs(strategy)
-    if ends is not None:
-        pass
-    elif fully_sharded(model, strategy):
+    if fully_sharded(model, strategy):
         costs, ends = _simulate_sharded(model, machines, strategy, costs)
-    elif strategy.schedule == "1f1b" and strategy.chunks == 1:
-        ends = one_f_one_b_ends_s([c.forward_s[0] for c in costs], [c.backward_s[0] for c in costs], count)
     elif strategy.schedule == "1f1b":
-        ends = interleaved_ends_s([c.forward_s for c in costs], [c.backward_s for c in costs], count)
+        ends = play_pipeline([c.forward_s for c in costs], [c.backward_s for c in costs], count)
     else:
         orders = _orders(strategy)
         timeline = simulate(_tasks(orders, costs))

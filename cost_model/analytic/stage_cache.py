@@ -1,4 +1,7 @@
-"""Caches stage costs during a planner's search."""
+"""Caches stage costs during a planner's search.
+
+Decision: 0188.
+"""
 
 from __future__ import annotations
 

@@ -9,18 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cost_model.analytic.evaluate_many import interleaved_ends_many_s
-from cost_model.simulator import (
-    Tasks,
-    interleaved_ends_s,
-    least_end_s,
-    memory_curve,
-    one_f_one_b_ends_s,
-    pipeline_tasks,
-    simulate,
-)
+from cost_model.simulator import Tasks, least_end_s, memory_curve, pipeline_tasks, simulate
 from whale.errors import PlanError
 from whale.ir.pipeline_schedule import compute_bubble_fraction, count_live_micro_batches, make_schedule
+from whale_ops.pipeline import play_pipeline
 
 
 def play(name: str, stages: int, chunks: int, micro_batches: int) -> tuple[Tasks, float]:
@@ -58,14 +50,14 @@ def test_the_bubble_is_that_of_the_formula(name: str, stages: int, chunks: int, 
         assert max(level for _, level in curve) == count_live_micro_batches(order)
 
 
-@given(st.lists(st.tuples(st.floats(0, 3), st.floats(0, 3)), min_size=1, max_size=7), st.integers(1, 9))
+@given(st.lists(st.tuples(st.floats(0, 3), st.floats(0, 3)), min_size=1, max_size=5), st.integers(1, 80))
 def test_ends_of_one_f_one_b_are_those_of_its_tasks(times: list[tuple[float, float]], micro_batches: int) -> None:
     stages = len(times)
     ahead, back = [[f] for f, _ in times], [[b] for _, b in times]
     tasks = pipeline_tasks(make_schedule("1f1b", stages, 1, micro_batches), ahead, back, [[0.0]] * stages)
     timeline = simulate(tasks)
     ends = [max(e for e, on in zip(timeline.end_s, tasks.resource) if on == s) for s in range(stages)]
-    assert one_f_one_b_ends_s([f for f, _ in times], [b for _, b in times], micro_batches) == pytest.approx(ends, 1e-12)
+    assert play_pipeline(ahead, back, micro_batches) == pytest.approx(ends, 1e-12)
 
 
 def test_streams_overlap_and_a_shared_link_takes_turns() -> None:
@@ -111,14 +103,7 @@ def test_ends_of_interleaved_stages_are_those_of_their_tasks(
     orders = make_schedule("1f1b", stages, chunks, micro_batches)
     timeline = simulate(pipeline_tasks(orders, ahead, back, [[0.0] * chunks] * stages))
     ends = [timeline.end_s[length - 1] for length in accumulate(map(len, orders))]
-    assert interleaved_ends_s(ahead, back, micro_batches) == pytest.approx(ends, 1e-12)
-    # Beside others of the shape, of which not all keep step.
-    others = [[[seconds * r.uniform(0.5, 1.5) for seconds in own] for own in ahead] for _ in range(3)]
-    together = interleaved_ends_many_s([ahead, *others], [back, *others], micro_batches)
-    assert together[0] == pytest.approx(ends, 1e-12)
-    for own, one in zip(others, together[1:]):
-        assert one == pytest.approx(interleaved_ends_s(own, own, micro_batches), 1e-12)
-        assert least_end_s(own, own, micro_batches) <= one[0] * (1 + 1e-12)
+    assert play_pipeline(ahead, back, micro_batches) == pytest.approx(ends, 1e-12)
     assert least_end_s(ahead, back, micro_batches) <= ends[0] * (1 + 1e-12)
 
 
@@ -127,17 +112,18 @@ def test_a_bound_of_a_pipeline_is_that_of_a_stage_that_waits() -> None:
     r = random.Random(0)
     for _ in range(50):
         stages, micro_batches = r.randint(1, 6), r.randint(1, 12)
-        ahead = [r.uniform(0.5, 1.5) for _ in range(stages)]
-        back = [r.uniform(1.0, 3.0) for _ in range(stages)]
-        ends = one_f_one_b_ends_s(ahead, back, micro_batches)
-        assert least_end_s([[a] for a in ahead], [[b] for b in back], micro_batches) <= ends[0] * (1 + 1e-12)
-        ends = one_f_one_b_ends_s(ahead[:1] * stages, back[:1] * stages, micro_batches)
-        least_s = least_end_s([ahead[:1]] * stages, [back[:1]] * stages, micro_batches)
+        ahead = [[r.uniform(0.5, 1.5)] for _ in range(stages)]
+        back = [[r.uniform(1.0, 3.0)] for _ in range(stages)]
+        ends = play_pipeline(ahead, back, micro_batches)
+        assert least_end_s(ahead, back, micro_batches) <= ends[0] * (1 + 1e-12)
+        ends = play_pipeline(ahead[:1] * stages, back[:1] * stages, micro_batches)
+        least_s = least_end_s(ahead[:1] * stages, back[:1] * stages, micro_batches)
         assert least_s == pytest.approx(ends[0])
 
 
 def test_long_pipelines_are_not_simulated_to_the_end() -> None:
     """A hundred thousand micro-batches take no longer than some hundreds, once the stages keep step."""
-    ends = one_f_one_b_ends_s([1.0, 1.5, 1.0], [2.0, 3.0, 2.0], 100_000)
-    few = one_f_one_b_ends_s([1.0, 1.5, 1.0], [2.0, 3.0, 2.0], 100)
+    ahead, back = [[1.0], [1.5], [1.0]], [[2.0], [3.0], [2.0]]
+    ends = play_pipeline(ahead, back, 100_000)
+    few = play_pipeline(ahead, back, 100)
     assert [a - b for a, b in zip(ends, few)] == pytest.approx([4.5 * 99_900] * 3)

@@ -75,12 +75,12 @@ class Families(Estimates):
             for tensors in self._combinations(degrees):
                 rows_known = [set(self.rows_of(k, t)) for k, t in zip(chosen, tensors)]
                 units = [pools[k].tensor_groups(t) for k, t in zip(chosen, tensors)]
-                for rows in sorted(set.intersection(*rows_known)):
-                    if self.batch % rows or limits.micro_batch not in (None, rows):
-                        continue
-                    left_free = limits.micro_batch is None and limits.micro_batches is None
-                    if self.hurried and left_free and rows & (rows - 1):
-                        continue
+                able = [rows for rows in sorted(set.intersection(*rows_known)) if self.batch % rows == 0]
+                if limits.micro_batch is not None:
+                    able = [rows for rows in able if rows == limits.micro_batch]
+                elif self.hurried and limits.micro_batches is None:
+                    able = _thin_out(able)
+                for rows in able:
                     yield from self._pure_of(chosen, tensors, units, rows)
 
     def _combinations(self, degrees: list[list[int]]) -> list[tuple[int, ...]]:
@@ -299,3 +299,14 @@ class Families(Estimates):
                 if spread:
                     settings = msgspec.structs.replace(settings, expert_ranks=spread)
                 yield self.noted(Candidate(estimate_s, ((parts, stages),), settings))
+
+
+def _thin_out(rows: Sequence[int]) -> list[int]:
+    """Returns the powers of two among ascending numbers of rows, and others that are half, twice, or further from these
+    and from each other.
+    """
+    kept = [n for n in rows if n & (n - 1) == 0]
+    for n in rows:
+        if all(max(n, other) >= 2 * min(n, other) for other in kept):
+            kept.append(n)
+    return sorted(kept)

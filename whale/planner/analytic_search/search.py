@@ -29,7 +29,6 @@ from dataclasses import dataclass, field, replace
 import msgspec
 
 from cost_model.analytic.evaluate import Evaluation, evaluate, tied_s
-from cost_model.analytic.evaluate_many import LEAST, evaluate_many
 from cost_model.analytic.layer_costs import Model
 from cost_model.analytic.stage_cache import StageCosts, count_lives
 from cost_model.analytic.stage_costs import StageCost, fully_sharded
@@ -69,7 +68,6 @@ from whale.planner.analytic_search.work import (
     PASS_S,
     PASSES_S,
     RANDOM_S,
-    TOGETHER_PASS_S,
     Work,
 )
 
@@ -114,13 +112,14 @@ SHAKEN, PATIENCE = 3, 16  # random changes improved per round of `_shake`, and r
 WANDERED, WANDERED_SOME, WANDERED_FROM = 1024, 128, 6
 # Random changes of ranks that lead to another place to begin from, and the times the best step that each may take.
 AWAY, AWAY_TIMES = (2, 5), 1.6
+AT_ONCE = 8  # interleaved strategies of which the fastest is gone on with
+AWAY_TRIED = 32  # random changes of which the first that is not too slow is taken
 SETTLED = 3  # times that a thousand random changes of the best strategy gain nothing before it counts as settled
 DIVIDED = 0.5  # of random changes of ranks, those after which layers are divided anew
 ENDS_OF, ENDS = 4, 6  # strategies whose first and last stages are changed; other ranks of each of these
 # Random moves of layers without gain before the best strategy is left as it is, and before another one is; strategies
 # with other numbers of chunks whose layers are moved so, and the times the best step that each may take before.
 POLISHED, POLISHED_FEW, INTERLEAVED, MOVED = 512, 128, 3, 1.15
-TOGETHER, AT_ONCE = 32, 8  # interleaved strategies that are simulated at once: of random moves, of other moves
 WORSE = 1.5  # results of a random change are improved if their step is below this times the best
 # Numbers of chunks that are tried, beside those near a strategy's own and those that divide layers evenly.
 CHUNKS_LOOKED_AT = (2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64)
@@ -279,33 +278,13 @@ class Search(Families):
             not fit, was considered before, violates a constraint, or is not faster.
         """
         strategy, is_new = self._prepare(strategy, below_s)
-        return (self._simulate([strategy])[0] if is_new else math.inf), strategy
-
-    def consider_many(
-        self, strategies: Iterable[ParallelStrategy], below_s: float, together: int
-    ) -> Iterator[tuple[float, ParallelStrategy]]:
-        """Simulates several strategies like `consider`, and yields the fastest result of each batch that was simulated
-        at once.
-
-        Args:
-            below_s: strategies whose lower bound reaches this are skipped.
-            together: interleaved strategies per batch; others are simulated one by one.
-        """
-        waiting: list[ParallelStrategy] = []
-        for one in itertools.chain(strategies, (None,)):
-            if one is not None:
-                prepared, is_new = self._prepare(one, below_s)
-                if is_new:
-                    waiting.append(prepared)
-            if waiting and (one is None or len(waiting) >= (together if waiting[-1].chunks > 1 else 1)):
-                found = self._simulate(waiting)
-                yield min(zip(found, waiting), key=lambda e: e[0])
-                waiting = []
+        return (self._simulate(strategy) if is_new else math.inf), strategy
 
     def _prepare(self, strategy: ParallelStrategy, below_s: float) -> tuple[ParallelStrategy, bool]:
         """Returns the strategy in its legal form, with recompute chosen, and whether it is worth simulating: new and
         maybe faster.
         """
+        self.work.convert_if_due()
         self.work.settle_if_due()
         if self.limits.zero is None and strategy.zero and all(stage.replicas == 1 for stage in strategy.stages):
             strategy = msgspec.structs.replace(strategy, zero=0)  # with one replica there is no state to shard
@@ -319,28 +298,24 @@ class Search(Families):
         self.kept.seen[key] = math.inf
         return strategy, math.isinf(below_s) or self._fitted_at_least_s(strategy) < below_s
 
-    def _simulate(self, strategies: list[ParallelStrategy]) -> list[float]:
-        """Simulates strategies and records those that fit; returns seconds of each one's step, infinite where it does
-        not fit.
-        """
-        before, seconds = self._count_computed(), []
-        passes_s = PASS_S if len(strategies) < LEAST else TOGETHER_PASS_S
-        for strategy, found in zip(strategies, evaluate_many(self.model, self.machines, strategies, self.stage_costs)):
-            self.simulated += 1
-            seconds.append(found.step_s if found.fits else math.inf)
-            if found.fits:
-                self.kept.seen[hash(strategy)] = found.step_s
-                self.kept.keep(strategy, found)
-                if self.fastest is None or found.step_s < self.fastest[1].step_s:
-                    self.fastest = strategy, found
-                self.work.may_end |= math.isinf(self.work.best_s)
-                self.work.best_s = min(self.work.best_s, found.step_s)
-            elif len(self.misfits) < MISFITS:
-                self.misfits.append((strategy, found))
-        passes = sum([2 * one.micro_batches * len(one.stages) * one.chunks for one in strategies])
-        stages = sum([len(one.stages) for one in strategies])
-        self._spend_computed(before, EVALUATE_S * len(strategies) + passes_s * passes + LOOKUP_S * stages)
-        return seconds
+    def _simulate(self, strategy: ParallelStrategy) -> float:
+        """Simulates a strategy and records it if it fits; returns seconds of its step, infinite if it does not fit."""
+        before = self._count_computed()
+        found = evaluate(self.model, self.machines, strategy, self.stage_costs)
+        self.simulated += 1
+        if found.fits:
+            self.kept.seen[hash(strategy)] = found.step_s
+            self.kept.keep(strategy, found)
+            if self.fastest is None or found.step_s < self.fastest[1].step_s:
+                self.fastest = strategy, found
+            self.work.may_end |= math.isinf(self.work.best_s)
+            self.work.best_s = min(self.work.best_s, found.step_s)
+        elif len(self.misfits) < MISFITS:
+            self.misfits.append((strategy, found))
+        stages = len(strategy.stages)
+        passes = 2 * strategy.micro_batches * stages * strategy.chunks
+        self._spend_computed(before, EVALUATE_S + PASS_S * passes + LOOKUP_S * stages)
+        return found.step_s if found.fits else math.inf
 
     def _keep_experts(self, settings: ParallelStrategy, ranks: Ranks) -> int:
         """Returns the settings' expert-parallel degree if it divides the replicas of all these stages; else 0
@@ -424,12 +399,27 @@ class Search(Families):
         while True:
             most_s = seconds * (1 - gain)
             others = self._within(self._others(strategy, most_s, wide), patience_s)
-            for took_s, fitted in self.consider_many(others, most_s, AT_ONCE):
-                if took_s < seconds * (1 - gain):
+            for took_s, fitted in self._consider_some(others, most_s):
+                if took_s < most_s:
                     strategy, seconds = self._polish_new_best(fitted, took_s)
                     break
             else:
                 return
+
+    def _consider_some(
+        self, strategies: Iterator[ParallelStrategy], below_s: float
+    ) -> Iterator[tuple[float, ParallelStrategy]]:
+        """Considers strategies and yields the fastest result of every few interleaved ones, and each other result."""
+        found: list[tuple[float, ParallelStrategy]] = []
+        for one in strategies:
+            took_s, fitted = self.consider(one, below_s)
+            if took_s < math.inf:
+                found.append((took_s, fitted))
+            if len(found) >= (AT_ONCE if fitted.chunks > 1 else 1):
+                yield min(found, key=lambda e: e[0])
+                found = []
+        if found:
+            yield min(found, key=lambda e: e[0])
 
     def _within(self, strategies: Iterator[ParallelStrategy], most_s: float) -> Iterator[ParallelStrategy]:
         """Yields strategies until seconds of work have been spent since the first was asked for."""
@@ -780,11 +770,12 @@ class Search(Families):
         tried, since_s, r = 0, seconds, random.Random(self.shaken)
         self.shaken += 1
         while tried < patience:
-            changed, most_s = self._change(r, strategy, TOGETHER), seconds * (1 - SHORTER)
-            for took_s, fitted in self.consider_many(changed, most_s, AT_ONCE):
-                if took_s < seconds:
-                    strategy, seconds = fitted, took_s
-            tried += TOGETHER
+            tried += 1
+            if (changed := self._change(r, strategy)) is None:
+                continue
+            took_s, fitted = self.consider(changed, seconds * (1 - SHORTER))
+            if took_s < seconds:
+                strategy, seconds = fitted, took_s
             if seconds < since_s * (1 - STEP):
                 tried, since_s = 0, seconds
         return self._polish_new_best(strategy, seconds)
@@ -808,9 +799,9 @@ class Search(Families):
             best_s = seconds = found.step_s
             self.shaken += 1
             for _ in range(r.randint(*AWAY)):
-                changed = self._change(r, strategy, TOGETHER, of_ranks=True)
-                found_s = self.consider_many(changed, AWAY_TIMES * best_s, 1)
-                seconds, strategy = next((one for one in found_s if one[0] < math.inf), (seconds, strategy))
+                changed = (self._change(r, strategy, of_ranks=True) for _ in range(AWAY_TRIED))
+                considered = (self.consider(one, AWAY_TIMES * best_s) for one in changed if one)
+                seconds, strategy = next((one for one in considered if one[0] < math.inf), (seconds, strategy))
             strategy, seconds = self._wander(strategy, seconds, WANDERED_SOME)
             if seconds < WORSE * best_s:
                 self.improve(strategy, seconds, LEAP)
@@ -818,28 +809,23 @@ class Search(Families):
                 self._wander_from_best()
                 self.improve(self.fastest[0], self.fastest[1].step_s, STEP)
 
-    def _change(
-        self, r: random.Random, strategy: ParallelStrategy, count: int, of_ranks: bool = False
-    ) -> Iterator[ParallelStrategy]:
-        """Yields up to `count` random changes of a strategy.
+    def _change(self, r: random.Random, strategy: ParallelStrategy, of_ranks: bool = False) -> ParallelStrategy | None:
+        """Returns a strategy after random changes; None: these changed nothing, or are not allowed.
 
         Layers are divided anew, by the speed of the ranks, in about half of those that change ranks: stages on other
         devices take too long, or too short, for the layers of the former ones.
 
         Args:
-            of_ranks: leaves out changes that change no ranks, and divides layers anew after each.
+            of_ranks: makes only changes of ranks, and divides layers anew after each.
         """
         ranks = [stage.parts for stage in strategy.stages]
-        for _ in range(count):
-            self.work.spend(RANDOM_S + LOOKUP_S * len(ranks))
-            if (one := self.random.change(r, strategy)) is None:
-                continue
-            if (of_ranks or r.random() < DIVIDED) and (own := [stage.parts for stage in one.stages]) != ranks:
-                self.work.spend(DIVIDE_S)
-                one = self._divided(one, own, one.chunks)
-            elif of_ranks:
-                continue
-            yield one
+        self.work.spend(RANDOM_S + LOOKUP_S * len(ranks))
+        if (one := self.random.change(r, strategy)) is None:
+            return None
+        if (of_ranks or r.random() < DIVIDED) and (own := [stage.parts for stage in one.stages]) != ranks:
+            self.work.spend(DIVIDE_S)
+            return self._divided(one, own, one.chunks)
+        return None if of_ranks else one
 
     def _wander_from_best(self) -> None:
         assert self.fastest is not None
@@ -929,9 +915,9 @@ class Search(Families):
         assert self.fastest is not None
         return self.fastest[0], self.fastest[1].step_s
 
-    def settle(self, until_s: float) -> None:
+    def settle(self, until_s: float) -> bool:
         """Makes small changes of the best strategy until they no longer help, or until so many seconds of work were
-        spent.
+        spent; returns True if they no longer helped.
         """
         settled_s, failed = math.inf, 0
         while self.work.used_s < until_s and failed < SETTLED:
@@ -943,6 +929,7 @@ class Search(Families):
             else:
                 self._wander_from_best()
                 failed += 1
+        return failed == SETTLED
 
     def polish(self) -> None:
         """Moves layers of the best strategy at random until that does not help."""
@@ -950,23 +937,25 @@ class Search(Families):
         self._polish(self.fastest[0], self.fastest[1].step_s, POLISHED)
 
     def _polish(self, strategy: ParallelStrategy, seconds: float, patience: int) -> None:
-        """Moves layers of a strategy at random, one to four at once, until `patience` moves in a row do not help.
+        """Moves layers of a strategy at random, one to four at once, and stops after `patience` moves in a row that
+        gained too little: less than the fraction `STEP` of the step's seconds, over all these moves together.
 
         Where stages are unequal or interleaved, moves of single layers end in local minima. Half of the moves are
         between chunks of one stage, which change when its passes are ready, but not how long they take.
         """
-        failed, r = 0, random.Random(self.shaken)
-        while failed < patience:
+        tried, since_s, r = 0, seconds, random.Random(self.shaken)
+        while tried < patience:
             counts = [high - low for _, low, high in strategy.ordered_layers]
             if len(counts) < 3:
                 break
-            moved = [self._move_layers(strategy, counts, r) for _ in range(TOGETHER)]
-            most_s = seconds * (1 - SHORTER)
-            found = self.consider_many(filter(None, moved), most_s, TOGETHER)
-            took_s, other = min(found, key=lambda one: one[0], default=(math.inf, strategy))
-            failed = 0 if took_s < most_s else failed + TOGETHER
-            if took_s < most_s:
+            tried += 1
+            if (moved := self._move_layers(strategy, counts, r)) is None:
+                continue
+            took_s, other = self.consider(moved, seconds * (1 - SHORTER))
+            if took_s < seconds:
                 strategy, seconds = other, took_s
+            if seconds < since_s * (1 - STEP):
+                tried, since_s = 0, seconds
 
     def interleave(self) -> None:
         """Tries the best strategy's stages in other numbers of chunks, whose layers are moved before they are compared:

@@ -3,7 +3,7 @@
 The steps always come in the same order, and the budget only decides after which one the search ends: a larger budget
 never gives a slower plan, and a busy machine gives the same plan as an idle one.
 
-Decisions: 0077, 0158, 0172, 0187, 0194, 0195, 0209, 0211, 0214, 0215, 0219, 0222.
+Decisions: 0077, 0158, 0172, 0187, 0194, 0195, 0209, 0211, 0214, 0215, 0219, 0222, 0224.
 """
 
 from __future__ import annotations
@@ -109,6 +109,8 @@ class _Sequence:
         self.model, self.machines, self.batch, self.limits = model, machines, batch, limits
         self.work = Work(limits.budget_s)
         self.work.settle = self._settle
+        self.work.convert = partial(self._convert_rows, closely=False)
+        self.settled_s = math.inf  # step of the strategy that small changes no longer helped
         self.searches: list[Search] = []
         self.started_s, self.cut = time.monotonic(), ""
         self.fixed: ParallelStrategy | None = None  # the strategy for which `_fix_choices` tried other values
@@ -172,11 +174,11 @@ class _Sequence:
 
         Searches explore for most of their time, and what they have found is then not at its best when the budget ends.
         """
-        if self.found[0].few:
-            return  # every assignment of the devices is tried
-        self.found[0].settle(until_s)
-        while self.work.used_s < until_s and self._convert_rows(closely=False):
-            pass
+        best = self.found[0]
+        if best.few or best.fastest[1].step_s >= self.settled_s:  # type: ignore[index]
+            return  # every assignment of few devices is tried
+        if best.settle(until_s):
+            self.settled_s = best.fastest[1].step_s  # type: ignore[index]
 
     def _take_over(self, one: Search) -> None:
         """Continues with the fastest strategy of a search with fixed choices where these are free, if it is the fastest
@@ -394,11 +396,11 @@ class _Sequence:
             limits = replace(best.limits, context=context)
             one = Search(best.model, best.machines, self.batch, limits, self.work, best.stage_costs)
             one.listed_s = best.listed_s
+            self.searches.append(one)  # before it begins: what it has found counts, if the budget ends it
             known = sorted(((seconds, strategy) for seconds, strategy, _ in best.kept.entries), key=lambda e: e[0])
             most_s = CLOSE * known_s if closely else known_s
             for _, strategy in known[:TAKEN_ALONG]:
-                instead = exchange_ranks(strategy, context, best.model.experts)
-                for converted in filter(None, (_divide_tokens(strategy, context), instead)):
+                for converted in _list_conversions(strategy, context, best.model.experts):
                     ranks = [stage.parts for stage in converted.stages]
                     if all(map(one.moves.allows, ranks)) and has_room(one.machines, ranks):
                         one.consider(converted, most_s)
@@ -406,9 +408,9 @@ class _Sequence:
                 if closely:
                     one.improve_listed(IMPROVED_PART)
                 if one.fastest[1].step_s < known_s:
-                    self.searches.append(one)
                     one.go_on(IMPROVED) if closely else one.refine()
                     return True
+            self.searches.remove(one)
         return False
 
     def _begin(
@@ -486,6 +488,22 @@ def _next_to(one: int, numbers: Sequence[int]) -> list[int]:
     """Returns the next larger and the next smaller member of the ascending `numbers`, as far as they exist."""
     above, below = [n for n in numbers if n > one][:1], [n for n in numbers if n < one][-1:]
     return [*above, *below]
+
+
+def _list_conversions(strategy: ParallelStrategy, context: int, experts: int) -> Iterator[ParallelStrategy]:
+    """Yields the strategy with context-parallel degree `context`: with as many replicas, which have more (or fewer)
+    rows or micro-batches, and on the same devices with fewer (or more) of them to divide tensors.
+    """
+    if (divided := _divide_tokens(strategy, context)) is not None:
+        yield divided
+    micro_batches, odd = divmod(strategy.micro_batches * context, strategy.context)
+    in_turns = msgspec.structs.replace(strategy, context=context, micro_batches=micro_batches)
+    if not odd and all(part.replicas % context == 0 for stage in strategy.stages for part in stage.parts):
+        yield in_turns
+    if (exchanged := exchange_ranks(strategy, context, experts)) is not None:
+        yield exchanged
+        if exchanged.expert_ranks != strategy.expert_ranks:
+            yield msgspec.structs.replace(exchanged, expert_ranks=strategy.expert_ranks)
 
 
 def _divide_tokens(strategy: ParallelStrategy, context: int) -> ParallelStrategy | None:

@@ -17,6 +17,7 @@
 #include "whale_ops/core/device/device_rank.h"
 #include "whale_ops/core/progress/engine.h"
 #include "whale_ops/core/progress/exchange.h"
+#include "whale_ops/core/schedule/play_pipeline.h"
 #include "whale_ops/core/transport/in_process.h"
 #include "whale_ops/core/transport/mpi_plugin.h"
 #include "whale_ops/core/transport/sockets.h"
@@ -477,6 +478,12 @@ WHALE_EXPORT const char* whale_bytes_data(void* result, int64_t index, int64_t* 
 }
 
 WHALE_EXPORT void whale_bytes_free(void* result) { delete static_cast<Bytes*>(result); }
+
+WHALE_EXPORT void whale_play_pipeline(int64_t stages, int64_t chunks, int64_t micro_batches,
+                                      const double* forward_s, const double* backward_s,
+                                      double* ends_s) {
+  whale::play_pipeline(stages, chunks, micro_batches, forward_s, backward_s, ends_s);
+}
 
 WHALE_EXPORT void whale_stop() { Engine::instance().stop(); }
 

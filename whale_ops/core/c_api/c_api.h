@@ -63,6 +63,9 @@ WHALE_EXPORT void whale_trace_stop(void* handle);
 WHALE_EXPORT int64_t whale_bytes_count(void* result);
 WHALE_EXPORT const char* whale_bytes_data(void* result, int64_t index, int64_t* size);
 WHALE_EXPORT void whale_bytes_free(void* result);
+WHALE_EXPORT void whale_play_pipeline(int64_t stages, int64_t chunks, int64_t micro_batches,
+                                      const double* forward_s, const double* backward_s,
+                                      double* ends_s);
 WHALE_EXPORT void whale_stop();
 
 }  // extern "C"
