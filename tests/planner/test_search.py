@@ -213,7 +213,7 @@ def test_a_new_best_strategy_is_converted_unless_conversions_take_too_much() -> 
     assert converted == [0.5, 1.0625, 3.6875]
 
 
-@pytest.mark.parametrize(("seed", "context", "most_s"), [(96, 2, 0.179), (183, 1, 1.74)])
+@pytest.mark.parametrize(("seed", "context", "most_s"), [(110, 2, 0.96), (183, 1, 1.74)])
 def test_what_a_conversion_has_found_when_the_budget_ends_counts(seed: int, context: int, most_s: float) -> None:
     """Plans divide tokens over twice or half as many ranks than the strategy that was the best until then."""
     one = case(seed)

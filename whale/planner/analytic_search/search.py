@@ -113,6 +113,7 @@ WANDERED, WANDERED_SOME, WANDERED_FROM = 1024, 128, 6
 # Random changes of ranks that lead to another place to begin from, and the times the best step that each may take.
 AWAY, AWAY_TIMES = (2, 5), 1.6
 AT_ONCE = 8  # interleaved strategies of which the fastest is gone on with
+SPREAD = 8  # listed strategies that are tried with other expert-parallel degrees
 AWAY_TRIED = 32  # random changes of which the first that is not too slow is taken
 SETTLED = 3  # times that a thousand random changes of the best strategy gain nothing before it counts as settled
 DIVIDED = 0.5  # of random changes of ranks, those after which layers are divided anew
@@ -693,6 +694,8 @@ class Search(Families):
         if not self.has_room_for_states():
             raise NothingFits(self)
         self._list(hurried=not self.few)
+        if not self.few:
+            self._try_experts()
         if exactly or not self.kept.entries:
             self._find_exactly()
         if not self.kept.entries:
@@ -701,6 +704,15 @@ class Search(Families):
         self.listed_s = self.fastest[1].step_s
         if self.listed_s <= min(below_s, BEHIND * self.limits.faster_than_s):
             self.improve_listed(improved)
+
+    def _try_experts(self) -> None:
+        """Tries the best listed strategies with every expert-parallel degree, which may change their order."""
+        if not self.model.experts or self.limits.experts is not None:
+            return
+        listed = sorted(self.kept.entries, key=lambda e: e[0])[:SPREAD]
+        for strategy in [one for _, one, _ in listed]:
+            for ways in divisors(self.model.experts):
+                self.consider(msgspec.structs.replace(strategy, expert_ranks=ways))
 
     def _find_exactly(self) -> None:
         """With few devices, simulates the best assignments of all devices to stages (see
