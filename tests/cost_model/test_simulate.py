@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from itertools import accumulate
 
@@ -87,6 +88,19 @@ def test_streams_alone_give_the_same_timeline_in_any_order_of_events(given_tasks
     for number, (resource, seconds, after) in enumerate(given_tasks):
         tasks.add(resource, float(seconds), tuple({one % number for one in after} if number else ()))
     assert simulate(tasks) == simulate(tasks, shared=frozenset({99}))
+
+
+@pytest.mark.parametrize("alike", [True, False])
+def test_ends_of_long_pipelines_are_those_of_their_tasks(alike: bool) -> None:
+    """Plays all stages and micro-batches of which more or fewer are left over after the last whole group."""
+    r = random.Random(alike)
+    for stages, micro_batches in itertools.product((2, 3, 5, 8, 12), range(60, 150, 7)):
+        ahead = [[1.0 if alike else r.uniform(0.5, 1.5)] for _ in range(stages)]
+        back = [[2.0 if alike else r.uniform(1.0, 3.0)] for _ in range(stages)]
+        orders = make_schedule("1f1b", stages, 1, micro_batches)
+        timeline = simulate(pipeline_tasks(orders, ahead, back, [[0.0]] * stages))
+        ends = [timeline.end_s[length - 1] for length in accumulate(map(len, orders))]
+        assert play_pipeline(ahead, back, micro_batches) == pytest.approx(ends, 1e-12), (stages, micro_batches)
 
 
 @pytest.mark.parametrize(

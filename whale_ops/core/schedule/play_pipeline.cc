@@ -11,10 +11,10 @@ constexpr int64_t kSteadyGroups = 8;  // groups to play before looking for a ste
 constexpr double kSame = 1e-13;  // relative difference of times that are equal but for rounding
 constexpr double kNotYet = -1;
 
-// One play of a number of micro-batches in groups.
+// One play of a number of micro-batches in groups, the first of which has `size` of them.
 class Play {
  public:
-  Play(int64_t stages, int64_t chunks, int64_t micro_batches, int64_t groups)
+  Play(int64_t stages, int64_t chunks, int64_t micro_batches, int64_t groups, int64_t size)
       : stages_(stages),
         chunks_(chunks),
         micro_batches_(micro_batches),
@@ -23,12 +23,11 @@ class Play {
     first_.reserve(static_cast<size_t>(groups) + 1);
     order_.reserve(static_cast<size_t>(total_));
     for (int64_t group = 0, first = 0; group < groups; ++group) {
-      // Without chunks passes are in the same order whatever the groups: what is left over comes
-      // last.
-      const int64_t even = micro_batches / groups,
-                    left = group == groups - 1 ? micro_batches % groups : 0;
-      const int64_t end =
-          first + (chunks == 1 ? even + left : (micro_batches + groups - 1 - group) / groups);
+      // Without chunks passes are in one order whatever the groups: what is left over comes last.
+      const int64_t own = chunks > 1            ? (micro_batches + groups - 1 - group) / groups
+                          : group == groups - 1 ? micro_batches - first
+                                                : size;
+      const int64_t end = first + own;
       for (int64_t chunk = 0; chunk < chunks; ++chunk)
         for (int64_t one = first; one < end; ++one) order_.push_back({chunk, one});
       first_.push_back(first);
@@ -148,7 +147,7 @@ void play_pipeline(int64_t stages, int64_t chunks, int64_t micro_batches, const 
   // Groups of unequal sizes come one after the other if stages have chunks, and never keep step.
   const bool may_keep_step = left == 0 || chunks == 1;
   for (int64_t few = kSteadyGroups; few < groups && may_keep_step; few *= 4) {
-    Play play(stages, chunks, few * size + left, few);
+    Play play(stages, chunks, few * size + left, few, size);
     play.run(forward_s, backward_s, ends_s);
     const double step_s = play.steady_step_s(ends_s[0]);
     if (std::isnan(step_s)) continue;
@@ -156,7 +155,7 @@ void play_pipeline(int64_t stages, int64_t chunks, int64_t micro_batches, const 
       ends_s[stage] += static_cast<double>(groups - few) * step_s;
     return;
   }
-  Play(stages, chunks, micro_batches, groups).run(forward_s, backward_s, ends_s);
+  Play(stages, chunks, micro_batches, groups, size).run(forward_s, backward_s, ends_s);
 }
 
 }  // namespace whale
