@@ -40,10 +40,11 @@ def main() -> int:
     seconds = {count: compiled_s(count, options.optimizer) for count in sorted(set(options.variables))}
     few, many = min(seconds), max(seconds)
     exponent = log(seconds[many] / seconds[few]) / log(many / few) if many > few else 1.0
-    if wh.rank() == 0 and many > few:
+    planning = wh.rank() == 0
+    if planning and many > few:
         print(f"exponent {exponent:.2f} (at most {_MOST_EXPONENT})", flush=True)
     wh.shutdown()
-    return int(seconds.get(_OF, 0.0) > _MOST_S or exponent > _MOST_EXPONENT)
+    return int(planning and (seconds.get(_OF, 0.0) > _MOST_S or exponent > _MOST_EXPONENT))
 
 
 def compiled_s(count: int, optimizer: str) -> float:
