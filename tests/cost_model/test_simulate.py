@@ -51,7 +51,7 @@ def test_the_bubble_is_that_of_the_formula(name: str, stages: int, chunks: int, 
         assert max(level for _, level in curve) == count_live_micro_batches(order)
 
 
-@given(st.lists(st.tuples(st.floats(0, 3), st.floats(0, 3)), min_size=1, max_size=5), st.integers(1, 80))
+@given(st.lists(st.tuples(st.floats(0, 3), st.floats(0, 3)), min_size=1, max_size=7), st.integers(1, 80))
 def test_ends_of_one_f_one_b_are_those_of_its_tasks(times: list[tuple[float, float]], micro_batches: int) -> None:
     stages = len(times)
     ahead, back = [[f] for f, _ in times], [[b] for _, b in times]
@@ -115,10 +115,13 @@ def test_ends_of_interleaved_stages_are_those_of_their_tasks(
     ahead = [[1.0 if alike else r.uniform(0.5, 1.5)] * chunks for _ in range(stages)]
     back = [[2 * seconds for seconds in own] for own in ahead]
     orders = make_schedule("1f1b", stages, chunks, micro_batches)
-    timeline = simulate(pipeline_tasks(orders, ahead, back, [[0.0] * chunks] * stages))
-    ends = [timeline.end_s[length - 1] for length in accumulate(map(len, orders))]
-    assert play_pipeline(ahead, back, micro_batches) == pytest.approx(ends, 1e-12)
-    assert least_end_s(ahead, back, micro_batches) <= ends[0] * (1 + 1e-12)
+    # Others of the shape, of which not all keep step.
+    others = [[[seconds * r.uniform(0.5, 1.5) for seconds in own] for own in ahead] for _ in range(3)]
+    for forward_s, backward_s in ((ahead, back), *zip(others, others)):
+        timeline = simulate(pipeline_tasks(orders, forward_s, backward_s, [[0.0] * chunks] * stages))
+        ends = [timeline.end_s[length - 1] for length in accumulate(map(len, orders))]
+        assert play_pipeline(forward_s, backward_s, micro_batches) == pytest.approx(ends, 1e-12)
+        assert least_end_s(forward_s, backward_s, micro_batches) <= ends[0] * (1 + 1e-12)
 
 
 def test_a_bound_of_a_pipeline_is_that_of_a_stage_that_waits() -> None:

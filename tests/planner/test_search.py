@@ -184,7 +184,7 @@ def test_what_a_budget_ends_at_was_settled() -> None:
     assert found.gain <= BEATEN
 
 
-def test_the_best_strategy_is_settled_when_work_has_doubled() -> None:
+def test_the_best_strategy_is_settled_when_work_has_nearly_doubled() -> None:
     work, settled = Work(math.inf), list[tuple[float, float]]()
     work.settle = lambda until_s: settled.append((work.used_s, until_s))
     for step in range(64):
@@ -352,7 +352,7 @@ def test_rows_that_take_several_micro_batches_are_divided_more_finely() -> None:
     """Divides nine rows for each of eight devices in quarters: three rows do not fit at once, nine quarters do."""
     one = case(314)
     model = one.model()
-    found = search(model, model.machines, one.batch, Constraints(budget_s=2.0))
+    found = search(model, model.machines, one.batch, Constraints(budget_s=1.75))
     whole = search(model, model.machines, one.batch, Constraints(budget_s=0.5, context=1))
     assert whole.strategy.micro_batches == 9 and found.strategy.context == 4
     assert found.fastest_s < 0.94 * whole.fastest_s
@@ -461,9 +461,9 @@ def test_chunks_are_compared_after_their_layers_were_moved() -> None:
     """Interleaves nine stages of eight micro-batches: 7 % faster, but slower as long as layers are divided by speed."""
     one = case(11)
     model = one.model()
-    found = search(model, model.machines, one.batch, Constraints())
+    found = search(model, model.machines, one.batch, Constraints(budget_s=1.6))
     assert found.strategy.chunks > 1 and found.strategy.micro_batches < len(found.strategy.stages)
-    assert found.fastest_s < 0.158
+    assert found.fastest_s < 0.156
     own = Search(model, model.machines, one.batch, Constraints())
     settings = msgspec.structs.replace(found.strategy, stages=())
     ranks = [stage.parts for stage in found.strategy.stages]

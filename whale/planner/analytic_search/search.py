@@ -113,7 +113,7 @@ WANDERED, WANDERED_SOME, WANDERED_FROM = 1024, 128, 6
 # Random changes of ranks that lead to another place to begin from, and the times the best step that each may take.
 AWAY, AWAY_TIMES = (2, 5), 1.6
 AT_ONCE = 8  # interleaved strategies of which the fastest is gone on with
-SPREAD = 8  # listed strategies that are tried with other expert-parallel degrees
+EXPERTS_TRIED = 8  # listed strategies that are tried with other expert-parallel degrees
 AWAY_TRIED = 32  # random changes of which the first that is not too slow is taken
 SETTLED = 3  # times that a thousand random changes of the best strategy gain nothing before it counts as settled
 DIVIDED = 0.5  # of random changes of ranks, those after which layers are divided anew
@@ -709,7 +709,7 @@ class Search(Families):
         """Tries the best listed strategies with every expert-parallel degree, which may change their order."""
         if not self.model.experts or self.limits.experts is not None:
             return
-        listed = sorted(self.kept.entries, key=lambda e: e[0])[:SPREAD]
+        listed = sorted(self.kept.entries, key=lambda e: e[0])[:EXPERTS_TRIED]
         for strategy in [one for _, one, _ in listed]:
             for ways in divisors(self.model.experts):
                 self.consider(msgspec.structs.replace(strategy, expert_ranks=ways))

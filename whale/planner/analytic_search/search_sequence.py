@@ -492,14 +492,14 @@ def _next_to(one: int, numbers: Sequence[int]) -> list[int]:
 
 def _list_conversions(strategy: ParallelStrategy, context: int, experts: int) -> Iterator[ParallelStrategy]:
     """Yields the strategy with context-parallel degree `context`: with as many replicas, which have more (or fewer)
-    rows or micro-batches, and on the same devices with fewer (or more) of them to divide tensors.
+    rows or micro-batches, and on the same devices with fewer (or more) of them to divide tensors. `Moves.allows` says
+    which of them are legal.
     """
     if (divided := _divide_tokens(strategy, context)) is not None:
         yield divided
     micro_batches, odd = divmod(strategy.micro_batches * context, strategy.context)
-    in_turns = msgspec.structs.replace(strategy, context=context, micro_batches=micro_batches)
-    if not odd and all(part.replicas % context == 0 for stage in strategy.stages for part in stage.parts):
-        yield in_turns
+    if not odd:
+        yield msgspec.structs.replace(strategy, context=context, micro_batches=micro_batches)
     if (exchanged := exchange_ranks(strategy, context, experts)) is not None:
         yield exchanged
         if exchanged.expert_ranks != strategy.expert_ranks:

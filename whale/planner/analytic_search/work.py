@@ -46,7 +46,8 @@ class Work:
         settle_s: seconds of work after which that strategy is settled next.
         settle: settles it; takes the seconds of work at which to end.
         convert_s: seconds of work after which a new best strategy is converted to other numbers of ranks that divide
-            tokens.
+            tokens (`context`).
+        converted_s: step of the strategy that was converted last.
         convert: converts it.
         may_end: a strategy was found, so that the budget may end the search.
         late: processor time, not the budget, has ended the search, because the machine is slow.
