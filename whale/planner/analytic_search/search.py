@@ -14,7 +14,7 @@ results are simulated. Then `moves` improve the best ones, one change after the 
 family contains (other tensor-parallel degrees in the first and last stage, a further stage on idle devices, chunks of
 unequal length).
 
-Decisions: 0048, 0195, 0211, 0214, 0215, 0219, 0222.
+Decisions: 0048, 0195, 0211, 0214, 0215, 0219, 0222, 0225.
 """
 
 from __future__ import annotations
@@ -108,14 +108,12 @@ NEARLY = 1.25  # strategies bounded below this times the step are cut anew, whic
 MANY = 10  # about how often a chain is cut until its best partition is found (for `Work`)
 MOST_CHUNKS = 64  # most chunks of a stage
 SHAKEN, PATIENCE = 3, 16  # random changes improved per round of `_shake`, and rounds without gain before it ends
-# Random changes without gain before `_wander` ends: from the best strategy, and from others; how many others.
-WANDERED, WANDERED_SOME, WANDERED_FROM = 1024, 128, 6
+WANDERED, WANDERED_SOME = 1024, 128  # random changes without gain before `_wander` ends: from the best, from others
 # Random changes of ranks that lead to another place to begin from, and the times the best step that each may take.
 AWAY, AWAY_TIMES = (2, 5), 1.6
 AT_ONCE = 8  # interleaved strategies of which the fastest is gone on with
 EXPERTS_TRIED = 8  # listed strategies that are tried with other expert-parallel degrees
 AWAY_TRIED = 32  # random changes of which the first that is not too slow is taken
-SETTLED = 3  # times that a thousand random changes of the best strategy gain nothing before it counts as settled
 DIVIDED = 0.5  # of random changes of ranks, those after which layers are divided anew
 ENDS_OF, ENDS = 4, 6  # strategies whose first and last stages are changed; other ranks of each of these
 # Random moves of layers without gain before the best strategy is left as it is, and before another one is; strategies
@@ -199,6 +197,7 @@ class Search(Families):
         self.listing_s = 0.0  # seconds of work of the first list
         self.listed_s = math.inf  # step of the best candidate, before any was improved
         self.shaken = 0  # times that random changes were made
+        self.refined_s = math.inf  # step of the strategy that `refine` has left
         self.moves = Moves(
             machines,
             model.count,
@@ -744,19 +743,22 @@ class Search(Families):
         self._improve_best(IMPROVED_FEW if self.looked_at_all else improved)
 
     def refine(self) -> None:
-        """Makes random changes of the best strategy, and moves its layers at random, until neither helps."""
+        """Makes random changes of the best strategy, and moves its layers at random, until neither helps; does nothing
+        if that was done and the strategy is hardly faster since.
+        """
+        assert self.fastest is not None
+        if self.fastest[1].step_s >= self.refined_s * (1 - STEP):
+            return
         self._wander_from_best()
         self.polish()
         self.interleave()
+        self.refined_s = self.fastest[1].step_s
 
     def go_on(self, improved: int) -> None:
-        """Spends more work on the best strategies: random changes of several, then improvement of the best
+        """Spends more work on the best strategies: small changes of the best one, then improvement of the best
         `improved`.
         """
-        self._wander_from_best()
-        for seconds, strategy in self._beginnings()[:WANDERED_FROM]:
-            self._wander(strategy, seconds, WANDERED_SOME)
-        self.polish()
+        self.refine()
         if not self.few:
             self._improve_best(improved, closely=True)
 
@@ -927,21 +929,14 @@ class Search(Families):
         assert self.fastest is not None
         return self.fastest[0], self.fastest[1].step_s
 
-    def settle(self, until_s: float) -> bool:
+    def settle(self, until_s: float) -> None:
         """Makes small changes of the best strategy until they no longer help, or until so many seconds of work were
-        spent; returns True if they no longer helped.
+        spent.
         """
-        settled_s, failed = math.inf, 0
-        while self.work.used_s < until_s and failed < SETTLED:
-            assert self.fastest is not None
-            if self.fastest[1].step_s < settled_s * (1 - STEP):
-                self.refine()
-                self.improve(self.fastest[0], self.fastest[1].step_s, STEP, patience_s=until_s - self.work.used_s)
-                settled_s, failed = self.fastest[1].step_s, 0
-            else:
-                self._wander_from_best()
-                failed += 1
-        return failed == SETTLED
+        assert self.fastest is not None
+        while self.work.used_s < until_s and self.fastest[1].step_s < self.refined_s * (1 - STEP):
+            self.refine()
+            self.improve(self.fastest[0], self.fastest[1].step_s, STEP, patience_s=until_s - self.work.used_s)
 
     def polish(self) -> None:
         """Moves layers of the best strategy at random until that does not help."""

@@ -3,7 +3,7 @@
 The steps always come in the same order, and the budget only decides after which one the search ends: a larger budget
 never gives a slower plan, and a busy machine gives the same plan as an idle one.
 
-Decisions: 0077, 0158, 0172, 0187, 0194, 0195, 0209, 0211, 0214, 0215, 0219, 0222, 0224.
+Decisions: 0077, 0158, 0172, 0187, 0194, 0195, 0209, 0211, 0214, 0215, 0219, 0222, 0224, 0225.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ MODES: tuple[tuple[int, Offload], ...] = (
     (2, "none"), (3, "none"), (1, "optimizer"), (3, "optimizer"), (1, "parameters"), (3, "parameters"),
 )  # fmt: skip
 # How many strategies are improved: at first, on parts of the cluster, and at last in the best searches.
-IMPROVED, IMPROVED_PART, IMPROVED_LAST = 3, 1, 8
+IMPROVED, IMPROVED_PART, IMPROVED_LAST = 5, 1, 8
 # From how many other places the best search is begun anew, and the most work of it as a part of all work before: early,
 # and before it is widened.
 BEGUN, BEGUN_LAST = (8, 0.2), (24, 0.5)
@@ -110,7 +110,6 @@ class _Sequence:
         self.work = Work(limits.budget_s)
         self.work.settle = self._settle
         self.work.convert = partial(self._convert_rows, closely=False)
-        self.settled_s = math.inf  # step of the strategy that small changes no longer helped
         self.searches: list[Search] = []
         self.started_s, self.cut = time.monotonic(), ""
         self.fixed: ParallelStrategy | None = None  # the strategy for which `_fix_choices` tried other values
@@ -174,11 +173,8 @@ class _Sequence:
 
         Searches explore for most of their time, and what they have found is then not at its best when the budget ends.
         """
-        best = self.found[0]
-        if best.few or best.fastest[1].step_s >= self.settled_s:  # type: ignore[index]
-            return  # every assignment of few devices is tried
-        if best.settle(until_s):
-            self.settled_s = best.fastest[1].step_s  # type: ignore[index]
+        if not self.found[0].few:  # every assignment of few devices is tried
+            self.found[0].settle(until_s)
 
     def _take_over(self, one: Search) -> None:
         """Continues with the fastest strategy of a search with fixed choices where these are free, if it is the fastest

@@ -3,7 +3,7 @@
 The unit is the second: each step of a search counts as the seconds that it takes on one idle core, on every machine.
 Processor time ends a search only if it exceeds the counted work several times over.
 
-Decisions: 0158, 0222, 0224.
+Decisions: 0158, 0222, 0224, 0225.
 """
 
 from __future__ import annotations
