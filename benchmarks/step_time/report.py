@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from cost_model.figures import INK, find_colour, open_figure, save_figure
 
+REFERENCE = "Whale, 2 ranks"  # measured in every set of groups, so that each is compared within one
 _LONGEST = 3  # bars are cut where they are so much longer than the one in the middle
 
 
@@ -21,6 +22,7 @@ class Result:
         samples_ms: mean step time of each round; of the slowest rank.
         cpu_ms: processor time of one step, all ranks together; median of the rounds.
         note: shown instead when there are no samples.
+        reference_ms: median of `REFERENCE` in the same rounds; 0: it was not measured.
     """
 
     workload: str
@@ -28,6 +30,7 @@ class Result:
     samples_ms: tuple[float, ...] = ()
     cpu_ms: float = 0.0
     note: str = ""
+    reference_ms: float = 0.0
 
     @property
     def median_ms(self) -> float:
@@ -40,15 +43,32 @@ class Result:
 
 
 def markdown(results: Sequence[Result]) -> str:
-    """A table: a row per configuration, a column per workload; median, quartiles and processor time in ms a step."""
+    """A table: a row per configuration, a column per workload; median, quartiles and processor time in ms a step. A
+    second one with the time of `REFERENCE` over that of each other configuration.
+    """
     workloads = list(dict.fromkeys(r.workload for r in results))
     configurations = list(dict.fromkeys(r.configuration for r in results))
     by_place = {(r.configuration, r.workload): r for r in results}
-    lines = [f"| ms a step | {' | '.join(workloads)} |", "|---|" + "---|" * len(workloads)]
-    for configuration in configurations:
-        cells = [_cell(by_place.get((configuration, workload))) for workload in workloads]
-        lines.append(f"| {configuration} | {' | '.join(cells)} |")
+
+    def rows(title: str, cell: Callable[[Result | None], str], shown: Sequence[str]) -> list[str]:
+        lines = [f"| {title} | {' | '.join(workloads)} |", "|---|" + "---|" * len(workloads)]
+        for configuration in shown:
+            cells = [cell(by_place.get((configuration, workload))) for workload in workloads]
+            lines.append(f"| {configuration} | {' | '.join(cells)} |")
+        return lines
+
+    lines = rows("ms a step", _cell, configurations)
+    if any(r.reference_ms for r in results):
+        others = [name for name in configurations if name != REFERENCE]
+        lines += ["", *rows(f"{REFERENCE}, over", _ratio, others)]
     return "\n".join(lines) + "\n"
+
+
+def _ratio(result: Result | None) -> str:
+    """The reference's time over that of another configuration in the same rounds: below 1 the reference is ahead."""
+    if result is None or not result.samples_ms or not result.reference_ms:
+        return ""
+    return f"{result.reference_ms / result.median_ms:.2f}"
 
 
 def _cell(result: Result | None) -> str:
@@ -146,10 +166,11 @@ parallel, with its tensors divided (`wh.split`, FC only), with the optimizer's s
 MPI alone, without shared memory, and with Horovod as its backend. Models have the same layers everywhere. Every
 configuration is a process group that stays alive; in each round all groups run {steps} steps in turn while the others
 are stopped, so what else the machine does meets all of them. (Where memory does not hold all groups at once, those
-with several ranks form one set, and the others further ones.) The table shows the median of {rounds} rounds in ms a
-step, the quartiles, and the processor time of a step, all ranks together. Each rank has one thread and one core (four
-ranks share the cores); one process with two threads or devices has both. Horovod's cycle time and fusion threshold
-are the best of those tried for each model.
+with several ranks form one set, and the others further ones, each with Whale on two ranks again.) The first table shows
+the median of {rounds} rounds in ms a step, the quartiles, and the processor time of a step, all ranks together; the
+second one Whale on two ranks over each other configuration, in the same rounds. Each rank has one thread and one core
+(four ranks share the cores); one process with two threads or devices has both. Horovod's cycle time and fusion
+threshold are the best of those tried for each model.
 
 Measured on {where}. `python -m benchmarks.step_time --redraw docs` draws the figure from the table.
 
