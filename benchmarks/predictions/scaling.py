@@ -132,6 +132,7 @@ def foresee(name: str, profile: Path, ranks: Sequence[int]) -> tuple[list[Point]
             program = normalise(captured.program, settings)
             return rank_programs(Planned(program, plan_program(program, settings), settings))
 
+    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})  # and the processes that measure: a core for each rank
     whole = WORKLOADS[name].batch
     strong = {count: lower(count, whole) for count in ranks}
     weak = {count: lower(count, whole * count) for count in ranks}
@@ -145,10 +146,10 @@ def foresee(name: str, profile: Path, ranks: Sequence[int]) -> tuple[list[Point]
     seconds = [max(1e-6, s - table.call_s) for s in measure_step_seconds(alone)]
 
     def play(programs: list[Any], computed: list[Any], step_s: float) -> Point:
-        here = msgspec.structs.replace(table, cores=float(max(table.cores, len(programs))))
-        guessed = predict_ranks(computed, make_measured_machine(here, 1), plays=0).step_s
+        one = msgspec.structs.replace(table, cores=1.0)
+        guessed = predict_ranks(computed, make_measured_machine(one, 1), plays=0).step_s
         marked = Step(compute_fingerprint(programs[0]), step_s, guessed, len(programs))
-        here = here.merge((), [marked])
+        here = msgspec.structs.replace(table, cores=float(len(programs))).merge((), [marked])
         got = predict_ranks(programs, make_measured_machine(here, len(programs)))
         return Point(len(programs), got.step_s, got.ranks[0].compute_s, got.ranks[0].exchange_s)
 
