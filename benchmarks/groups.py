@@ -156,6 +156,13 @@ def _signal(pid: int, number: signal.Signals) -> None:
         pass
 
 
+def thread_variables(threads: int) -> dict[str, str]:
+    """Returns the variables with which each process of a group computes with so many threads."""
+    from whale.launcher.worker import make_thread_variables  # ranks of others have no Whale
+
+    return {name: str(value) for name, value in make_thread_variables(threads).items()}
+
+
 def under_mpirun(worker: Sequence[str], ranks: int) -> list[str]:
     """The command that starts a worker ``ranks`` times through this environment's Open MPI."""
     from whale.launcher.mpirun import find_mpirun  # ranks of others have no Whale

@@ -1,4 +1,4 @@
-"""Microseconds that a step of Keras' `fit` takes beside plain Keras, for a model so small that calls are nearly all.
+"""Measures a step of Keras' `fit` beside plain Keras, for a model so small that calls take nearly all of its time.
 
     python -m benchmarks.keras_fit [--rounds 7] [--steps 2000] [--per-execution 1 100]
 

@@ -27,11 +27,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.groups import Group, under_mpirun
+from benchmarks.groups import Group, thread_variables, under_mpirun
 from benchmarks.machine import Pace, busy_s
 from benchmarks.predictions import page
 from benchmarks.predictions.plans import KINDS
-from whale.launcher.worker import make_thread_variables
 
 PROGRAMS = ("mlp", "convnet", "gpt", "vit", "dlrm", "classifier", "lstm")
 STEP_TIMEOUT_S = 60.0
@@ -84,16 +83,11 @@ class Row:
         return high < other_low or other_high < low
 
 
-def _variables() -> dict[str, str]:
-    """One thread per rank."""
-    return {name: str(value) for name, value in make_thread_variables(1).items()}
-
-
 def foresee(program: str, profile: Path) -> dict[str, Any]:
     """Predictions of a program under every plan, from a process of its own."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "found.json"
-        environment = {**os.environ, **_variables(), "TF_CPP_MIN_LOG_LEVEL": "2"}
+        environment = {**os.environ, **thread_variables(1), "TF_CPP_MIN_LOG_LEVEL": "2"}
         command = [sys.executable, "-m", "benchmarks.predictions.foresee", program, str(profile), str(out)]
         subprocess.run(command, check=True, env=environment)
         return json.loads(out.read_text())
@@ -109,7 +103,7 @@ def measure(program: str, kinds: Sequence[str], rounds: int, steps: int, pace: P
         for kind in kinds:
             ranks = KINDS[kind].ranks
             line = under_mpirun([sys.executable, "-m", "benchmarks.predictions.worker", kind, program], ranks)
-            groups[kind] = stack.enter_context(Group(kind, line, ranks, _variables()))
+            groups[kind] = stack.enter_context(Group(kind, line, ranks, thread_variables(1)))
         for number in range(-1, rounds):
             for kind, group in groups.items():
                 answers = _undisturbed(group, steps, pace)

@@ -5,13 +5,17 @@ The workload's operations are measured first (`whale profile SCRIPT` does the sa
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 import whale as wh
-from benchmarks.predictions.models import WORKLOADS, make_step
+from benchmarks.predictions.models import WORKLOADS, Workload, make_step
 from benchmarks.predictions.plans import KINDS
 from cost_model.graph import machine_profile as tables
 from whale.capture.function import capture_function
@@ -46,11 +50,21 @@ def main() -> None:
 def plan(name: str, kind_name: str) -> Planned:
     """The workload under one plan."""
     workload, kind = WORKLOADS[name], KINDS[kind_name]
-    with plan_only(DryRun(kind.ranks, lambda *_: None)):
-        wh.init(kind.configuration(workload.batch))
-        step, batch = make_step(workload, lambda fn: fn, kind.scope())
+    return plan_workload(workload, kind.ranks, kind.configuration(workload.batch), kind.scope())
+
+
+def plan_workload(
+    workload: Workload,
+    ranks: int,
+    configuration: Mapping[str, Any] = MappingProxyType({}),
+    scope: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
+) -> Planned:
+    """Captures a workload and plans it for so many ranks, without starting them."""
+    with plan_only(DryRun(ranks, lambda *_: None)):
+        wh.init(dict(configuration))
+        step, batch = make_step(workload, lambda fn: fn, scope)
         captured = capture_function(step, batch, {})
-        settings = settings_of(require_current()).but(size=kind.ranks)
+        settings = settings_of(require_current()).but(size=ranks)
         program = normalise(captured.program, settings)
         return Planned(program, plan_program(program, settings), settings)
 

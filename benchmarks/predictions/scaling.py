@@ -1,4 +1,4 @@
-"""How programs scale to more ranks: predicted with measured costs, and the processor time of real ranks beside.
+"""Predicts how programs scale to more ranks, with measured costs, and measures the processor time of real ranks.
 
     whale profile -np 2 -o profile.json
     python -m benchmarks.predictions.scaling --profile profile.json [--programs mlp,gpt] [--ranks 1 2 4 8 16]
@@ -28,8 +28,7 @@ from typing import Any
 
 import msgspec
 
-from benchmarks.groups import Answer, Group, serve, under_mpirun
-from whale.launcher.worker import make_thread_variables
+from benchmarks.groups import Answer, Group, serve, thread_variables, under_mpirun
 
 PROGRAMS = ("mlp", "convnet", "gpt", "vit", "dlrm", "lstm", "classifier")
 STOPS = 1.3  # scaling has stopped where twice the ranks are less than so many times as fast
@@ -97,40 +96,27 @@ def predict(program: str, options: argparse.Namespace) -> tuple[list[Point], lis
         out = Path(folder, "points.json")
         command = [sys.executable, "-m", "benchmarks.predictions.scaling", "--profile", str(options.profile)]
         command += ["--programs", program, "--foresee", str(out), "--ranks", *map(str, sorted(set(options.ranks)))]
-        environment = {**os.environ, **_variables(), "TF_CPP_MIN_LOG_LEVEL": "2"}
+        environment = {**os.environ, **thread_variables(1), "TF_CPP_MIN_LOG_LEVEL": "2"}
         subprocess.run(command, check=True, env=environment, stdout=sys.stderr)
         return msgspec.json.decode(out.read_bytes(), type=tuple[list[Point], list[Point]])
 
 
 def foresee(name: str, profile: Path, ranks: Sequence[int]) -> tuple[list[Point], list[Point]]:
     """Measures what a rank of each number of ranks computes, and predicts the steps."""
-    import whale as wh
-    from benchmarks.predictions.models import WORKLOADS, make_step
+    from benchmarks.predictions.foresee import plan_workload
+    from benchmarks.predictions.models import WORKLOADS
     from cost_model.graph import machine_profile as tables
     from cost_model.graph.machine import make_measured_machine
     from cost_model.graph.machine_profile import Step
     from cost_model.graph.predict import predict_ranks
-    from whale.capture.function import capture_function
     from whale.ir.fingerprint import compute_fingerprint
-    from whale.partition.mesh import plan_program
-    from whale.passes.pass_manager import normalise
-    from whale.planner.graph_search.plan_prediction import Planned, rank_programs
-    from whale.runtime.compile.settings import settings_of
-    from whale.runtime.context import DryRun, require_current
-    from whale.runtime.start import plan_only
+    from whale.planner.graph_search.plan_prediction import rank_programs
     from whale.tools.profile import operations
     from whale.tools.profile.profile import remove_exchanges
     from whale.tools.profile.steps import measure_step_seconds
 
     def lower(count: int, rows: int) -> list[Any]:
-        workload = replace(WORKLOADS[name], batch=rows)
-        with plan_only(DryRun(count, lambda *_: None)):
-            wh.init()
-            step, batch = make_step(workload, lambda fn: fn, contextlib.nullcontext)
-            captured = capture_function(step, batch, {})
-            settings = settings_of(require_current()).but(size=count)
-            program = normalise(captured.program, settings)
-            return rank_programs(Planned(program, plan_program(program, settings), settings))
+        return rank_programs(plan_workload(replace(WORKLOADS[name], batch=rows), count))
 
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})  # and the processes that measure: a core for each rank
     whole = WORKLOADS[name].batch
@@ -165,7 +151,7 @@ def processor_s(program: str, processes: Sequence[int]) -> dict[int, float]:
         for count in processes:
             line = [sys.executable, "-m", "benchmarks.predictions.scaling", "--worker", "--profile", "-"]
             line = under_mpirun([*line, "--programs", program], count)
-            groups[count] = stack.enter_context(Group(f"{count} ranks", line, count, _variables()))
+            groups[count] = stack.enter_context(Group(f"{count} ranks", line, count, thread_variables(1)))
         for number in range(-1, _ROUNDS):
             for count, group in groups.items():
                 answers = group.ask(_STEP_TIMEOUT_S * _STEPS, steps=_STEPS)
@@ -197,10 +183,6 @@ def work(program: str) -> None:
         return answer, wh.shutdown
 
     serve(int(os.environ.get("OMPI_COMM_WORLD_RANK", "0")), start)
-
-
-def _variables() -> dict[str, str]:
-    return {name: str(value) for name, value in make_thread_variables(1).items()}
 
 
 if __name__ == "__main__":

@@ -25,12 +25,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from benchmarks.groups import Group, under_mpirun
+from benchmarks.groups import Group, thread_variables, under_mpirun
 from benchmarks.machine import free_memory_gb, machine
 from benchmarks.step_time import report
 from benchmarks.step_time.worker import PEERS
 from whale.launcher.mpirun import MEMORY_VARIABLES
-from whale.launcher.worker import make_thread_variables
 
 TITLES = {
     "resnet50": "ResNet50, 64x64, batch 16",
@@ -137,7 +136,7 @@ def start(configuration: Configuration, workload: str, pinned: bool, peers: str)
         worker += ["--cores", ",".join(map(str, _cores(configuration)))]
     alone = configuration.ranks == 1 and not configuration.kind.startswith("whale")
     line = worker if alone else under_mpirun(worker, configuration.ranks)
-    variables = {name: str(value) for name, value in make_thread_variables(configuration.threads).items()}
+    variables = thread_variables(configuration.threads)
     if configuration.kind.startswith("whale"):
         variables |= MEMORY_VARIABLES  # as `whale run` starts ranks
     variables |= dict(configuration.environment)

@@ -68,8 +68,8 @@ def test_a_deep_model_on_few_devices_has_its_states_divided_before_every_assignm
     """Gives the search less work than each assignment of eight devices to stages takes."""
     one = case(210)
     machines, model = Machines(one.cluster), one.model()
-    found = search(model, machines, one.batch, Constraints(budget_s=0.8))
-    divided = search(model, machines, one.batch, Constraints(budget_s=0.8, zero=3))
+    found = search(model, machines, one.batch, Constraints(budget_s=0.5))
+    divided = search(model, machines, one.batch, Constraints(budget_s=0.5, zero=3))
     assert machines.devices == 8 and found.strategy.zero == 3 and found.cut == "the budget"
     assert found.fastest_s <= divided.fastest_s * (1 + ROUNDING)
 

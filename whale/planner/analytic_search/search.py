@@ -89,8 +89,8 @@ class _Effort:
 
 THOROUGH, HURRIED = _Effort(cut=40, simulated=24, misfits=8), _Effort(cut=16, simulated=6, misfits=2)
 # How many strategies are improved with few devices, where a simulation costs next to nothing; for how many of them
-# `improve` also tries all other ranks of a stage.
-IMPROVED_FEW, IMPROVED_WIDELY = 100, 40
+# `improve` also tries all other ranks of a stage; and how many are improved before every assignment is looked at.
+IMPROVED_FEW, IMPROVED_WIDELY, IMPROVED_BEFORE = 100, 40, 3
 CUT_ANEW = 16  # most stages of a strategy for which all orders of `other_orders` are cut anew
 BEHIND = 1.3  # candidates estimated at more than this times the best are skipped
 MISFITS = 50  # most misfits that are recorded
@@ -740,7 +740,9 @@ class Search(Families):
         if not self.few:
             self._try_ends()
         self._wander(self.fastest[0], self.fastest[1].step_s, WANDERED_SOME)
-        self._improve_best(IMPROVED_FEW if self.looked_at_all else improved)
+        if self.few:
+            improved = IMPROVED_FEW if self.looked_at_all else min(improved, IMPROVED_BEFORE)
+        self._improve_best(improved)
 
     def refine(self) -> None:
         """Makes random changes of the best strategy, and moves its layers at random, until neither helps; does nothing
