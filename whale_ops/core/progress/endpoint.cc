@@ -1,6 +1,8 @@
 // The part of an endpoint that runs on the engine's thread, as long as nothing fails.
 #include "whale_ops/core/progress/endpoint.h"
 
+#include <sched.h>
+
 #include <algorithm>
 #include <cstring>
 
@@ -91,6 +93,7 @@ uint32_t Endpoint::carry_on(uint64_t id, int64_t patience_ns, const Doorbell& be
     if (worked) continue;
     if (!waits || now_ns() - start_ns > patience_ns) break;
     waited = true;
+    sched_yield();  // the rank that is waited for may need this core
   }
   if (waited) patience_.note(followed_ == 0);
   followed_ = 0;
