@@ -53,7 +53,7 @@ def whale(rank: int, what: str, share_memory: bool, share_tensors: bool) -> tupl
     def end() -> None:
         communicator.leave()
 
-    return _in_graph(exchange), end
+    return _in_graph(exchange, of_whale=True), end
 
 
 def horovod(rank: int, what: str) -> tuple[MakeStep, Callable[[], None]]:
@@ -147,10 +147,14 @@ def limit(rank: int, name: str) -> tuple[MakeStep, Callable[[], None]]:
 
 
 def _in_graph(
-    reduce_all: Callable[[list[Any], str], list[Any]], wrap: Callable[[Any], Any] = lambda body: body
+    reduce_all: Callable[[list[Any], str], list[Any]],
+    wrap: Callable[[Any], Any] = lambda body: body,
+    of_whale: bool = False,
 ) -> MakeStep:
-    """Steps that are one tf.function each."""
+    """Steps that are one tf.function each, called as Whale calls steps if `of_whale`."""
     import tensorflow as tf
+
+    from whale.runtime.compile.function_calls import make_function_call
 
     def make(elements: int, tensors: int, reductions: int) -> Step:
         values = [tf.ones(elements) for _ in range(tensors)]
@@ -162,7 +166,11 @@ def _in_graph(
             return [part[0] for part in reduced]
 
         step = tf.function(wrap(body), autograph=False)
-        return lambda: step(*values)[0].numpy()
+        if not of_whale:
+            return lambda: step(*values)[0].numpy()
+        made = step.get_concrete_function(*values)
+        call = make_function_call(made.function_def.signature.name, tensors)
+        return lambda: (call([*values, *made.captured_inputs]) or [])[0].numpy()
 
     return make
 

@@ -182,7 +182,7 @@ def make_thread_variables(threads: int) -> Mapping[str, int]:
 
     There are at least two inter-op threads: while an op of a rank waits in an exchange, another op can run, and the
     core of a rank that waits is used by a rank that has more to do (measured in
-    docs/decisions/0004-two-inter-op-threads.md).
+    docs/decisions/0004-two-inter-op-threads.md; 0227 says where the calling thread is used instead of one of them).
     """
     return {"TF_NUM_INTRAOP_THREADS": threads, "TF_NUM_INTEROP_THREADS": max(2, threads), "OMP_NUM_THREADS": threads}
 

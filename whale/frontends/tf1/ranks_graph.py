@@ -11,10 +11,13 @@ from typing import Any
 
 import numpy as np
 import tensorflow as tf
+from tensorflow.core.protobuf import config_pb2
 from tensorflow.python.client import session
 
+import whale_ops
 from whale.config import Config
 from whale.ir.program import Node, Program
+from whale.runtime.compile.function_calls import EXECUTOR
 from whale.runtime.compile.offload import compute_device
 from whale.runtime.compile.tensorflow_functions import lower_to_graph, with_streams
 from whale.runtime.context import make_unique_name
@@ -29,15 +32,16 @@ class RanksGraph:
 
     Args:
       config: the tf.compat.v1.ConfigProto of the user's session.
+      ranks: number of this process's ranks.
       offload: the run's configuration if ``memory.offload`` is set; None otherwise.
 
     Raises:
       ConfigError: ``memory.offload`` is set, but this session has no accelerator.
     """
 
-    def __init__(self, config: Any, offload: Config | None = None) -> None:
+    def __init__(self, config: Any, ranks: int, offload: Config | None = None) -> None:
         self.graph = tf.Graph()
-        self.session = PlainSession(graph=self.graph, config=config)
+        self.session = PlainSession(graph=self.graph, config=_use_callers_thread(config) if ranks == 1 else config)
         device = "" if offload is None else compute_device(offload, self.session.list_devices())
         # TensorFlow places operations on an accelerator by itself.
         self._computes = device if "CPU" in device else ""
@@ -119,6 +123,24 @@ class RanksGraph:
             return self.session._do_run(None, effects, results, given, *settings)
 
         return run
+
+
+def _use_callers_thread(config: Any) -> Any:
+    """Returns a session's configuration with which operations run on the thread that calls ``run``, as those of
+    ``wh.function`` do (see ``make_function_call``); unchanged if the machine has a GPU, or it names another executor.
+    """
+    found = config_pb2.ConfigProto()
+    if config is not None:
+        found.CopyFrom(config)
+    if (
+        found.experimental.executor_type
+        or tf.config.list_physical_devices("GPU")
+        or found.device_count.get("CPU", 1) > 1
+    ):
+        return config
+    whale_ops.load_ops()
+    found.experimental.executor_type = EXECUTOR
+    return found
 
 
 class PlainSession(session.Session):  # type: ignore[misc]

@@ -93,7 +93,7 @@ class DistributedSession(BaseSession):  # type: ignore[misc]
         self._fed = threading.local()  # ``rows``: name of a tensor fed by parts -> rows per rank, of this thread's run
         self._acts_between = False
         offloads = self._whale.planning.dry is None and bool(self._whale.config["memory.offload"])
-        self._ranks_graph = RanksGraph(config, self._whale.config if offloads else None)
+        self._ranks_graph = RanksGraph(config, len(self._whale.ranks), self._whale.config if offloads else None)
         self._runs: dict[Hashable, Run] = {}
         self._plans: dict[Hashable, Compiled] = {}
         self._saving: dict[Hashable, list[tf.Operation]] = {}  # operations of a run that write checkpoints

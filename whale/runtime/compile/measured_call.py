@@ -18,6 +18,7 @@ from whale.ir.ops import ROW_LOOKUPS, VIEWS
 from whale.ir.program import Program, Ref
 from whale.ir.values import TensorType, find_numpy_dtype, require_static_shape
 from whale.kernels.nn import CROSS_ENTROPY
+from whale.runtime.compile.function_calls import make_function_call
 from whale.runtime.compile.tensorflow_functions import load_ops, lower_to_function
 
 ROUNDS = 5
@@ -53,8 +54,8 @@ def compile_program_alone(
     context.ensure_initialized()
     for definition in lowered.definitions:
         context.add_function_def(definition)
-    name, arguments = lowered.name.encode(), list(values)
-    return lambda: context.call_function(name, arguments, outputs)
+    call, arguments = make_function_call(lowered.name, outputs), list(values)
+    return lambda: call(arguments)
 
 
 def measure_call_s(call: Callable[[], Any]) -> float:

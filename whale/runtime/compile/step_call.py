@@ -11,9 +11,11 @@ from tensorflow.core.protobuf import config_pb2
 from tensorflow.python.eager import context as tf_context
 
 from whale.capture.captured import Traced
+from whale.capture.packing import make_packer
 from whale.ir.plan import Plan
 from whale.ir.program import Program
 from whale.kernels.updates import list_early_writes
+from whale.runtime.compile.function_calls import make_function_call
 from whale.runtime.compile.offload import compute_device
 from whale.runtime.compile.step_cache import Ready
 from whale.runtime.compile.tensorflow_functions import LoweredFunction
@@ -56,7 +58,7 @@ def callable_step(
     ]
     fixed = extra + handles
     uses = context.variables.prepare_uses(tied.variables, ready.uses, context)
-    name, outputs = function.name.encode(), function.outputs
+    call_function = make_function_call(function.name, function.outputs, len(context.ranks))
     pack = _packer(tied)
     what = ready.program
     several, outside, elastic = len(context.ranks) > 1, context.outside, context.elastic
@@ -76,7 +78,7 @@ def callable_step(
             context.variables.prepare_step(uses, context)
 
             def run() -> Any:
-                results = tf_ctx.call_function(name, tensors + fixed, outputs)
+                results = call_function(tensors + fixed)
                 context.variables.note_step(uses)
                 return results
 
@@ -85,7 +87,7 @@ def callable_step(
             if not several:
                 return pack(run())
             context.variables.follow()
-            results = tf_ctx.call_function(name, tensors + fixed, outputs)
+            results = call_function(tensors + fixed)
             context.variables.note_step(uses)
             context.variables.leave()
             return pack(results)
@@ -140,9 +142,7 @@ def _on_device(call: Callable[[list[Any]], Any], device: str) -> Callable[[list[
 
 
 def _packer(tied: Traced) -> Callable[[Any], Any]:
-    structure = tied.structured_outputs
-    if isinstance(structure, tf.Tensor):
+    if isinstance(tied.structured_outputs, tf.Tensor):
         return lambda results: results[0]
-    if isinstance(structure, tuple) and type(structure) is tuple and all(isinstance(s, tf.Tensor) for s in structure):
-        return lambda results: tuple(results or ())
-    return lambda results: tied.pack_outputs(results or ())
+    pack = make_packer(tied.structured_outputs, tf.Tensor) or tied.pack_outputs
+    return lambda results: pack(results or ())
