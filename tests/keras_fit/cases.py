@@ -270,6 +270,30 @@ def several_steps_at_once(keras: Any, place: Any) -> Found:
     )  # fmt: skip
 
 
+@case
+def wide_rows(keras: Any, place: Any) -> Found:
+    """Batches of which each rank's part is too large for the loop to take it from the arrays itself."""
+    x, y = samples(70, features=9000)
+    model = keras.Sequential([keras.layers.Input((9000,)), keras.layers.Dense(3, activation="softmax")])
+    model.compile(sgd(keras, 0.001), "sparse_categorical_crossentropy", metrics=["accuracy"])
+    history = model.fit(x, y, batch_size=32, epochs=2, verbose=0)
+    return found(model, history, predict=model.predict(x, batch_size=32, verbose=0))
+
+
+@case
+def kinds_of_shuffles(keras: Any, place: Any) -> Found:
+    """Rows in order, shuffled, and by whole batches; batches that divide the rows, and that do not."""
+    x, y = samples()
+    model = classifier(keras, place)
+    model.compile(sgd(keras), "sparse_categorical_crossentropy")
+    losses = [
+        model.fit(x, y, batch_size=size, epochs=2, shuffle=shuffle, verbose=0).history["loss"]
+        for shuffle in (False, True, "batch")
+        for size in (14, 32, 100)
+    ]
+    return found(model, losses=losses, weighted=model.evaluate(x, y, sample_weight=np.arange(70.0), verbose=0))
+
+
 @keras3
 def optimizer_options(keras: Any, place: Any) -> Found:
     """Accumulated gradients, a moving average of weights, clipping, weight decay, a schedule."""

@@ -15,13 +15,21 @@ from tests.launcher.helpers import Launcher
 
 PLANS = {
     "keras": {
-        "replica": ["two_inputs_two_outputs", "own_steps", "dataset", "interrupted", "several_steps_at_once"],
+        "replica": [
+            "two_inputs_two_outputs",
+            "own_steps",
+            "dataset",
+            "interrupted",
+            "several_steps_at_once",
+            "wide_rows",
+            "kinds_of_shuffles",
+        ],
         "zero": ["saved_and_loaded", "steering_callbacks"],
         "stages": ["attention", "saved_and_loaded", "optimizer_options"],
         "split": ["attention", "steering_callbacks"],
         "auto": ["own_steps"],
     },
-    "tf_keras": {"replica": ["steering_callbacks"]},
+    "tf_keras": {"replica": ["steering_callbacks", "wide_rows", "kinds_of_shuffles"]},
 }
 
 

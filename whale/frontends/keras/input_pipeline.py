@@ -6,14 +6,18 @@ If Keras shuffles arrays, all ranks use one seed (``common_seed``), so that they
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+import itertools
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
+from tensorflow.python.framework.ops import EagerTensor
 
+from whale.capture.packing import make_packer
 from whale.capture.sharded import ShardedTensor
 from whale.frontends.keras.steps import list_named_parts
 from whale.ir.values import UNMOVABLE
@@ -24,6 +28,10 @@ from whale.runtime.input.dataset_rows import UNCHANGED
 from whale.runtime.input.equal_datasets import describe_build
 from whale.runtime.input.equal_inputs import refuse_other_values
 from whale.runtime.input.local_batches import find_first_row, rows_of
+
+_PROCESSOR = "/job:localhost/replica:0/task:0/device:CPU:0"
+_INDICES_AHEAD = 64  # batches whose indices are read at once
+_SMALL_BYTES = 256 << 10  # of a batch: copying its rows takes less time than a thread that reads ahead
 
 
 def feed_dataset(
@@ -46,11 +54,14 @@ def feed_dataset(
     rows_vary = any(s.shape.rank is None or (s.shape.rank and s.shape[0] is None) for s in specs)
     batches: Any = dataset
     grows = context.elastic is not None and context.elastic.is_keeping_commits  # where in it a loop is has to be known
-    if grows or (context.has_other_processes and not context.has_local_batch and not _needs_whole_batches(context)):
-        # In an elastic run the other ranks read the rows of a rank that is lost, so they have to know which these are.
-        kept = of_script or context.elastic is not None
-        found = None if kept else _cut_array_batches(dataset, context, again)
-        batches = found or ShardedDataset(dataset, context, "row", of_script, agreed)
+    divides = context.has_other_processes and not context.has_local_batch and not _needs_whole_batches(context)
+    # In an elastic run the other ranks read the rows of a rank that is lost, so they have to know which these are.
+    kept = of_script or context.elastic is not None
+    found = None if kept else _find_array_batches(dataset, context, divides, again)
+    if found is not None:
+        batches = found
+    elif grows or divides:
+        batches = ShardedDataset(dataset, context, "row", of_script, agreed)
     return FedDataset(batches, rows_vary, dataset.element_spec)
 
 
@@ -115,37 +126,99 @@ def find_whole_dataset(data: Any) -> Any:
 
 @dataclass(frozen=True)
 class _ArrayBatches:
-    """Represents batches of arrays, of which this rank reads only its own rows.
+    """Represents the batches of a dataset that Keras made of arrays, as this rank passes them to the model's step.
+
+    NumPy takes the rows of small batches from the arrays when the loop requests them. Threads of tf.data that read
+    ahead would take the cores and Python's lock from the step for longer than that lasts.
+
+    Decision: 0226.
 
     Attributes:
-      dataset: yields (number of rows in the global batch, this rank's rows).
+      whole: the dataset of global batches.
+      indices: the dataset of the indices of each global batch's rows, [rows].
+      arrays: the dataset that yields the arrays, without end.
+      takes: Keras' function from (indices, arrays) to a batch.
+      of_rank: whether batches are this rank's rows only, as ShardedTensors, rather than whole batches.
     """
 
-    dataset: tf.data.Dataset
+    whole: tf.data.Dataset
+    indices: tf.data.Dataset
+    arrays: tf.data.Dataset
+    takes: Callable[[tf.Tensor, Any], Any]
     context: Context
+    of_rank: bool
 
     def __iter__(self) -> Iterator[Any]:
-        return self._cut_parts(iter(self.dataset))
+        options = tf.data.Options().merge(self.whole.options())
+        options.autotune.enabled = False  # see `ShardedDataset`
+        chunks = iter(self.indices.ragged_batch(_INDICES_AHEAD).with_options(options))
+        first = next(chunks, None)
+        if first is None:
+            return iter(())
+        arrays = tf.nest.flatten(next(iter(self.arrays)))
+        begin, end, _ = self._find_own(int(first[0].shape[0]))
+        row_bytes = sum(array.dtype.size * math.prod(array.shape[1:]) for array in arrays)
+        if (end - begin) * row_bytes <= _SMALL_BYTES:
+            return self._take_rows(list(map(np.asarray, arrays)), itertools.chain((first,), chunks))
+        return self._read_ahead() if self.of_rank else iter(self.whole)
 
-    def _cut_parts(self, elements: Iterator[Any]) -> Iterator[Any]:
+    def _find_own(self, rows: int) -> tuple[int, int, tuple[int, ...]]:
+        """Returns where this rank's rows begin and end in a batch of so many rows, and the rows of all ranks."""
+        if not self.of_rank:
+            return 0, rows, ()
+        sizes = rows_of(rows, self.context)
+        first = find_first_row(sizes, self.context)
+        return first, first + sizes[self.context.rank], sizes
+
+    def _take_rows(self, arrays: Sequence[np.ndarray], chunks: Iterable[tf.Tensor | tf.RaggedTensor]) -> Iterator[Any]:
+        """Yields the batches of rows whose indices are in ``chunks``, [batches, rows]."""
+        spec, rank = self.whole.element_spec, self.context.rank
+        pack = make_packer(spec, tf.TensorSpec) or functools.partial(tf.nest.pack_sequence_as, spec)
+        for indices in itertools.chain.from_iterable(map(_list_rows, chunks)):
+            begin, end, sizes = self._find_own(len(indices))
+            own = indices[begin:end]
+            taken = [EagerTensor(array[own], _PROCESSOR, None) for array in arrays]
+            parts = [ShardedTensor(t, sizes, rank) for t in taken] if self.of_rank else taken
+            yield pack(parts)
+
+    def _read_ahead(self) -> Iterator[Any]:
+        """Yields this rank's rows of batches, which tf.data reads ahead of the loop."""
         context = self.context
-        for rows, own in elements:
+
+        def find_bounds(rows: np.ndarray) -> np.ndarray:
+            return np.array(self._find_own(int(rows))[:2], np.int64)
+
+        def cut_own(indices: tf.Tensor, arrays: Any) -> Any:
+            rows = tf.size(indices)
+            bounds = tf.numpy_function(find_bounds, [rows], tf.int64, stateful=False)
+            begin, end = tf.unstack(tf.ensure_shape(bounds, (2,)))
+            return rows, self.takes(indices[begin:end], arrays)
+
+        own = tf.data.Dataset.zip((self.indices, self.arrays)).map(cut_own, num_parallel_calls=tf.data.AUTOTUNE)
+        for rows, batch in own.with_options(self.whole.options()).prefetch(tf.data.AUTOTUNE):
             sizes = rows_of(int(rows), context)
-            yield tf.nest.map_structure(functools.partial(ShardedTensor, sizes=sizes, rank=context.rank), own)
+            yield tf.nest.map_structure(functools.partial(ShardedTensor, sizes=sizes, rank=context.rank), batch)
 
 
-def _cut_array_batches(dataset: Any, context: Context, again: bool) -> _ArrayBatches | None:
-    """Returns the batches of a dataset that Keras made of arrays, with only this rank's rows read; None for other
-    datasets.
+def _list_rows(chunk: tf.Tensor | tf.RaggedTensor) -> list[np.ndarray]:
+    """Returns the rows of a matrix, which may have different lengths."""
+    if isinstance(chunk, tf.RaggedTensor):
+        return np.split(chunk.values.numpy(), chunk.row_splits.numpy()[1:-1])
+    return list(chunk.numpy())
 
-    Keras zips a dataset of row indices with the arrays, and gathers the rows in a map function. Here the indices are
-    cut before this function.
+
+def _find_array_batches(dataset: Any, context: Context, of_rank: bool, again: bool) -> _ArrayBatches | None:
+    """Returns the batches of a dataset that Keras made of arrays; None for other datasets.
+
+    Keras zips a dataset of row indices with the arrays, and gathers the rows in a map function.
 
     Args:
       dataset: the dataset that Keras made.
       context: the run.
+      of_rank: whether this rank reads only its own rows.
       again: True if the arrays were compared between the ranks already, when Keras first made a dataset of them.
     """
+    whole = dataset
     while type(dataset).__name__ in UNCHANGED:
         dataset = dataset._input_dataset
     takes: Any = getattr(getattr(dataset, "_map_func", None), "_func", None)
@@ -155,23 +228,11 @@ def _cut_array_batches(dataset: Any, context: Context, again: bool) -> _ArrayBat
     specs = tf.nest.flatten(dataset.element_spec)
     if not all(isinstance(s, tf.TensorSpec) and s.shape.rank and s.dtype.name not in UNMOVABLE for s in specs):
         return None
-    if context.config["debug.check_inputs"] and not again:
+    if of_rank and context.config["debug.check_inputs"] and not again:
         given = dict(list_named_parts(next(iter(arrays))))
         order = {f"the order of rows ({what})": value for what, value in describe_build(indices).items()}
         refuse_other_values(given | order, context, "fit, evaluate or predict", "these arrays")
-
-    def find_bounds(rows: np.ndarray) -> np.ndarray:
-        sizes = rows_of(int(rows), context)
-        first = find_first_row(sizes, context)
-        return np.array([first, first + sizes[context.rank]], np.int64)
-
-    def cut_own(indices: tf.Tensor, arrays: Any) -> Any:
-        rows = tf.size(indices)
-        begin, end = tf.unstack(tf.ensure_shape(tf.numpy_function(find_bounds, [rows], tf.int64, stateful=False), (2,)))
-        return rows, takes(indices[begin:end], arrays)
-
-    own = tf.data.Dataset.zip((indices, arrays)).map(cut_own, num_parallel_calls=tf.data.AUTOTUNE)
-    return _ArrayBatches(own.with_options(dataset.options()).prefetch(tf.data.AUTOTUNE), context)
+    return _ArrayBatches(whole, indices, arrays, takes, context, of_rank)
 
 
 @contextmanager
