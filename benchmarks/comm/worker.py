@@ -154,7 +154,7 @@ def _in_graph(
     """Steps that are one tf.function each, called as Whale calls steps if `of_whale`."""
     import tensorflow as tf
 
-    from whale.runtime.compile.function_calls import make_function_call
+    from whale.runtime.compile.function_calls import bind_as_step
 
     def make(elements: int, tensors: int, reductions: int) -> Step:
         values = [tf.ones(elements) for _ in range(tensors)]
@@ -168,9 +168,8 @@ def _in_graph(
         step = tf.function(wrap(body), autograph=False)
         if not of_whale:
             return lambda: step(*values)[0].numpy()
-        made = step.get_concrete_function(*values)
-        call = make_function_call(made.function_def.signature.name, tensors)
-        return lambda: (call([*values, *made.captured_inputs]) or [])[0].numpy()
+        call = bind_as_step(step.get_concrete_function(*values), values)
+        return lambda: (call() or [])[0].numpy()
 
     return make
 

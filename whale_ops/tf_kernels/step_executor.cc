@@ -199,7 +199,7 @@ class StepExecutor : public Executor {
 class StepExecutorFactory : public tensorflow::ExecutorFactory {
  public:
   // The name is that of EXECUTOR in whale/runtime/compile/function_calls.py.
-  StepExecutorFactory() { Register("WHALE_STEP", this); }
+  StepExecutorFactory() { Register("WhaleStep", this); }
 
   absl::Status NewExecutor(const tensorflow::LocalExecutorParams& params,
                            const tensorflow::Graph& graph,

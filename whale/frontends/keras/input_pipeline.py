@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 import tensorflow as tf
-from tensorflow.python.framework.ops import EagerTensor
 
 from whale.capture.packing import make_packer
 from whale.capture.sharded import ShardedTensor
@@ -27,9 +26,8 @@ from whale.runtime.input.dataset_position import ShardedIterator
 from whale.runtime.input.dataset_rows import UNCHANGED
 from whale.runtime.input.equal_datasets import describe_build
 from whale.runtime.input.equal_inputs import refuse_other_values
-from whale.runtime.input.local_batches import find_first_row, rows_of
+from whale.runtime.input.local_batches import find_first_row, rows_of, take_rows
 
-_PROCESSOR = "/job:localhost/replica:0/task:0/device:CPU:0"
 _INDICES_AHEAD = 64  # batches whose indices are read at once
 _SMALL_BYTES = 256 << 10  # of a batch: copying its rows takes less time than a thread that reads ahead
 
@@ -177,7 +175,7 @@ class _ArrayBatches:
         for indices in itertools.chain.from_iterable(map(_list_rows, chunks)):
             begin, end, sizes = self._find_own(len(indices))
             own = indices[begin:end]
-            taken = [EagerTensor(array[own], _PROCESSOR, None) for array in arrays]
+            taken = [take_rows(array, own) for array in arrays]
             parts = [ShardedTensor(t, sizes, rank) for t in taken] if self.of_rank else taken
             yield pack(parts)
 

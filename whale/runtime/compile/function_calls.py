@@ -10,11 +10,12 @@ from typing import Any
 
 from tensorflow.python.eager import context as tf_context
 from tensorflow.python.eager import execute
+from tensorflow.python.eager.polymorphic_function.concrete_function import ConcreteFunction
 
 import whale_ops
 from whale.runtime.compile.offload import has_compute_device
 
-EXECUTOR = "WHALE_STEP"  # whale_ops/tf_kernels/step_executor.cc
+EXECUTOR = "WhaleStep"  # whale_ops/tf_kernels/step_executor.cc
 
 
 def make_function_call(name: str, outputs: int, ranks: int = 1) -> Callable[[Sequence[Any]], list[Any] | None]:
@@ -48,3 +49,15 @@ def make_function_call(name: str, outputs: int, ranks: int = 1) -> Callable[[Seq
         return execute.execute(name, outputs, inputs, attributes, context) or None
 
     return call
+
+
+def bind_as_step(function: ConcreteFunction, inputs: Sequence[Any] = ()) -> Callable[[], list[Any] | None]:
+    """Returns a callable that runs a function of TensorFlow on the same tensors each time, as a step is run."""
+    signature = function.function_def.signature
+    call = make_function_call(signature.name, len(signature.output_arg))
+    passed = [*inputs, *function.captured_inputs]
+
+    def run(function: ConcreteFunction = function) -> list[Any] | None:  # which keeps it registered
+        return call(passed)
+
+    return run

@@ -19,6 +19,7 @@ from whale.distributed.gpus import await_gpus, has_gpu
 from whale.ir.program import Program
 from whale.passes.resharding.on_devices import DEVICE_BACKENDS
 from whale.planner.graph_search.environment import unequal
+from whale.runtime.compile.function_calls import bind_as_step
 from whale.runtime.context import Context
 
 # Seconds of the first measurement of products, and half of that of memory streams: long enough to include that a CPU
@@ -263,13 +264,14 @@ def _link(context: Context, through: str) -> Link:
     def measure(size: int, calls: int, each: int = 1) -> float:
         x = tf.ones([size])
 
-        def exchange(y: Any = x) -> Any:
+        def exchange() -> Any:
             # One after the other, as in a step: how a call begins on busy processors is no part of each of them.
+            y = x
             for n in range(each):
                 (y,) = ExchangeOps(comm, through)("all_reduce", [y], key=f"whale/auto/{through}/{size}/{n}")
             return y
 
-        step = tf.function(exchange, autograph=False)
+        step = bind_as_step(tf.function(exchange, autograph=False).get_concrete_function())
         times = []
         for _ in range(calls + 2):
             start_s = time.perf_counter()

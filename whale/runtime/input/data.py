@@ -10,6 +10,7 @@ from functools import cached_property, partial
 from typing import Any
 
 import msgspec
+import numpy as np
 import tensorflow as tf
 from tensorflow.python.data.experimental.ops.distribute import _AutoShardDataset
 
@@ -39,6 +40,7 @@ from whale.runtime.input.local_batches import (
     find_first_row,
     rows_of,
     rows_of_values,
+    take_rows,
 )
 from whale.runtime.input.shuffle_orders import Orders, reshuffles, restarts
 
@@ -317,14 +319,15 @@ class ShardedDataset:
             return element
         sizes = self._shares(rows)
         start = find_first_row(sizes, self._context)
-        end = start + sizes[rank]
-        compares = self._compares
-        return self._element(
-            ShardedTensor(with_whole(t[start:end], t) if compared else t[start:end], sizes, rank)
-            if _divisible(t) and t.shape[0] == rows
-            else t
-            for t, compared in zip(leaves, compares)
-        )
+        own = slice(start, start + sizes[rank])
+
+        def cut(t: Any, compared: bool) -> Any:
+            if not _divisible(t) or t.shape[0] != rows:
+                return t
+            part = take_rows(np.asarray(t), own) if "CPU" in t.device else t[own]
+            return ShardedTensor(with_whole(part, t) if compared else part, sizes, rank)
+
+        return self._element(map(cut, leaves, self._compares))
 
     # -- files
 

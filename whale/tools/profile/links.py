@@ -37,6 +37,7 @@ from whale.distributed.gpus import await_gpus
 from whale.distributed.links import find_topology, measure_links
 from whale.ir.plan_text import format_bytes
 from whale.passes.resharding.on_devices import DEVICE_BACKENDS
+from whale.runtime.compile.function_calls import bind_as_step
 from whale.started import process_place
 
 SIZES_BYTES = (1 << 10, 32 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20)
@@ -276,9 +277,9 @@ def _measure_seconds(
     """
     chain = max(CHAIN, min(MOST_CHAIN, COLD_BYTES // (2 * size_bytes)))
     x = [tf.ones(size_bytes // 4) for _ in range(chain)]
+    key = f"{through}/{kind}/{size_bytes}/{when}"
 
-    @tf.function
-    def run_step(x: list[tf.Tensor]) -> list[Any]:
+    def exchange(x: list[tf.Tensor]) -> list[Any]:
         do = ExchangeOps(comm, through)
         found: list[Any] = []  # returned, so that no result reuses another one's memory
         for number, operand in enumerate(x):
@@ -287,28 +288,29 @@ def _measure_seconds(
         with tf.control_dependencies(found[-1:]):
             return [tf.identity(one) for one in found if isinstance(one, tf.Tensor)] or [tf.constant(0.0)]
 
-    @tf.function
-    def run_nothing(x: list[tf.Tensor]) -> tf.Tensor:
+    def do_nothing(x: list[tf.Tensor]) -> tf.Tensor:
         return tf.constant(0.0)
 
-    key = f"{through}/{kind}/{size_bytes}/{when}"
-    for _ in range(3):  # the first call traces
+    run_step, run_nothing = (
+        bind_as_step(tf.function(one).get_concrete_function(x), x) for one in (exchange, do_nothing)
+    )
+    for _ in range(3):
         started_s = time.perf_counter()
-        run_step(x)
+        run_step()
         await_gpus()
         once_s = time.perf_counter() - started_s
-    run_nothing(x)
+    run_nothing()
     wanted = b"%d" % max(5, min(MOST_CALLS, int(SECONDS_PER_SIZE / once_s)))
     calls = int(comm.broadcast_bytes(f"calls/{key}", wanted if comm.rank == 0 else None))
     times_s, empty_s = [], []
     for _ in range(calls):
         started_s = time.perf_counter()
-        run_nothing(x)
+        run_nothing()
         await_gpus()
         empty_s.append(time.perf_counter() - started_s)
         comm.barrier(f"start/{key}")
         started_s = time.perf_counter()
-        run_step(x)
+        run_step()
         await_gpus()
         times_s.append(time.perf_counter() - started_s)
     # Under load a few exchanges take very long; a step has many of them, so that the mean is what counts.
