@@ -21,7 +21,7 @@ from whale.capture.sharded import ShardedTensor
 from whale.frontends.keras.steps import list_named_parts
 from whale.ir.values import UNMOVABLE
 from whale.runtime.context import Context, find_running
-from whale.runtime.input.data import ShardedDataset
+from whale.runtime.input.data import ShardedDataset, iterate_elements
 from whale.runtime.input.dataset_position import ShardedIterator
 from whale.runtime.input.dataset_rows import UNCHANGED
 from whale.runtime.input.equal_datasets import describe_build
@@ -84,6 +84,8 @@ class FedDataset:
         if isinstance(elements, ShardedIterator):
             self.place(elements)
             elements.begin()
+        elif isinstance(self.batches, tf.data.Dataset):
+            elements = iterate_elements(elements)
         return FedIterator(elements, self.rows_vary, self.element_spec)
 
 

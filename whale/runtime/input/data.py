@@ -5,7 +5,7 @@ batch.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import cached_property, partial
 from typing import Any
 
@@ -13,7 +13,9 @@ import msgspec
 import numpy as np
 import tensorflow as tf
 from tensorflow.python.data.experimental.ops.distribute import _AutoShardDataset
+from tensorflow.python.ops import gen_dataset_ops
 
+from whale.capture.packing import make_packer
 from whale.capture.sharded import ShardedTensor as ShardedTensor
 from whale.errors import PlanError, ProgramError
 from whale.ir.values import UNMOVABLE
@@ -208,13 +210,15 @@ class ShardedDataset:
         return self._iterate_read(start)
 
     def _iterate_read(self, start: int) -> Iterator[Any]:
-        """Yields the elements that this rank's dataset reads, from number ``start`` on.
+        """Yields the elements that this rank's dataset reads, from number ``start`` on; flat ones if these are its rows
+        only.
 
         When a loop stops early, what was read ahead decides whether a cache is full and which order a shuffle is in.
         TensorFlow reads ahead in a loop by as much as its threads get to; here every rank reads exactly one batch ahead
         in such datasets, so that all stay in step.
         """
         elements = iter(_skip(self._read, start))
+        elements = iterate_elements(elements, packs=self._own is None)
         return _one_ahead(elements) if self._one_ahead else elements
 
     # -- rows of global batches
@@ -385,8 +389,13 @@ class ShardedDataset:
                 [t if sizes is None else ShardedTensor(t, sizes, rank) for t, sizes in zip(parts, rows)]
             )
 
-    def _element(self, leaves: Any) -> Element:
-        return tf.nest.pack_sequence_as(self._whole.element_spec, list(leaves))
+    @cached_property
+    def _pack(self) -> Callable[[Iterable[Any]], Element]:
+        spec = self._whole.element_spec
+        return make_packer(spec, tf.TensorSpec) or (lambda leaves: tf.nest.pack_sequence_as(spec, list(leaves)))
+
+    def _element(self, leaves: Iterable[Any]) -> Element:
+        return self._pack(leaves)
 
 
 def shard(dataset: tf.data.Dataset, by: str = "row") -> ShardedDataset:
@@ -462,6 +471,29 @@ def _one_ahead(elements: Iterator[Any]) -> Iterator[Any]:
     while ahead is not None:
         element, ahead = ahead, next(elements, None)
         yield element
+
+
+def iterate_elements(elements: Any, packs: bool = True) -> Iterator[Any]:
+    """Yields the elements of TensorFlow's iterator of a dataset, in eager code. The iterator itself finds out anew for
+    each element how its tensors are to be packed, which takes longer than reading a small batch.
+
+    Args:
+      elements: the iterator.
+      packs: whether elements have their structure; if not, they are flat lists.
+    """
+    spec = elements.element_spec
+    dense = all(type(one) is tf.TensorSpec for one in tf.nest.flatten(spec))
+    pack = make_packer(spec, tf.TensorSpec) if packs else list
+    if not dense or pack is None:
+        yield from elements
+        return
+    types, shapes = elements._flat_output_types, elements._flat_output_shapes
+    while True:
+        try:
+            flat = gen_dataset_ops.iterator_get_next(elements._iterator_resource, types, shapes)
+        except tf.errors.OutOfRangeError:
+            return
+        yield pack(flat)
 
 
 def _skip(dataset: tf.data.Dataset, count: int) -> tf.data.Dataset:
