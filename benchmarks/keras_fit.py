@@ -1,11 +1,11 @@
 """Measures a step of Keras' `fit` beside plain Keras, for a model so small that calls take nearly all of its time.
 
-    python -m benchmarks.keras_fit [--rounds 7] [--steps 2000] [--per-execution 1 100]
+    python -m benchmarks.keras_fit [--rounds 7] [--steps 2000] [--per-execution 1 100] [--data arrays]
 
-A model of two narrow layers is trained on arrays by plain Keras in one process, and by the same script after
-`wh.init()` on one rank and on two, with Whale's checks as they are by default. All groups of processes stay alive; in
-each round each runs `fit` for so many steps in turn while the others are stopped. `--per-execution` is Keras'
-`steps_per_execution`. Losses have to be equal.
+A model of two narrow layers is trained on arrays, or on a shuffled `tf.data.Dataset` of them, by plain Keras in one
+process, and by the same script after `wh.init()` on one rank and on two, with Whale's checks as they are by default.
+All groups of processes stay alive; in each round each runs `fit` for so many steps in turn while the others are
+stopped. `--per-execution` is Keras' `steps_per_execution`. Losses have to be equal.
 """
 
 from __future__ import annotations
@@ -31,14 +31,15 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--steps", type=int, default=2000, help="steps of one call of fit")
     parser.add_argument("--per-execution", type=int, nargs="+", default=(1, 100))
+    parser.add_argument("--data", choices=("arrays", "dataset"), default="arrays")
     parser.add_argument("--worker", choices=("plain", "whale"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker:
-        work(options.worker, options.per_execution[0], options.steps)
+        work(options.worker, options.per_execution[0], options.steps, options.data)
         return
     print(f"microseconds of a step of fit, {options.rounds} rounds of {options.steps} steps: median (quartiles)")
     for per_execution in options.per_execution:
-        found = measure(per_execution, options.rounds, options.steps)
+        found = measure(per_execution, options.rounds, options.steps, options.data)
         plain = statistics.median(found["plain Keras"])
         for title, each in found.items():
             low, middle, high = statistics.quantiles(each, n=4)
@@ -49,7 +50,7 @@ def main() -> None:
             )
 
 
-def measure(per_execution: int, rounds: int, steps: int) -> dict[str, list[float]]:
+def measure(per_execution: int, rounds: int, steps: int, data: str) -> dict[str, list[float]]:
     """Returns the microseconds of a step in each round, by title of the group.
 
     Raises:
@@ -60,7 +61,7 @@ def measure(per_execution: int, rounds: int, steps: int) -> dict[str, list[float
         groups = {}
         for title, kind, ranks in GROUPS:
             worker = [sys.executable, "-m", "benchmarks.keras_fit", "--worker", kind]
-            worker += ["--per-execution", str(per_execution), "--steps", str(steps)]
+            worker += ["--per-execution", str(per_execution), "--steps", str(steps), "--data", data]
             line = under_mpirun(worker, ranks) if kind == "whale" else worker
             groups[title] = stack.enter_context(Group(title, line, ranks, {}))
         for number in range(-_WARM_UP, rounds):
@@ -75,7 +76,7 @@ def measure(per_execution: int, rounds: int, steps: int) -> dict[str, list[float
     return found
 
 
-def work(kind: str, per_execution: int, most_steps: int) -> None:
+def work(kind: str, per_execution: int, most_steps: int, data: str) -> None:
     """Runs one process of a group: calls `fit` for as many steps as it is asked for."""
 
     def start() -> tuple[Answer, Callable[[], None]]:
@@ -88,6 +89,7 @@ def work(kind: str, per_execution: int, most_steps: int) -> None:
             wh.init()
             end = wh.shutdown
         import keras
+        import tensorflow as tf
 
         keras.utils.set_random_seed(1)
         x = np.random.default_rng(1).normal(size=(_ROWS * most_steps, _WIDTH)).astype("float32")
@@ -99,7 +101,11 @@ def work(kind: str, per_execution: int, most_steps: int) -> None:
         def answer(steps: int) -> dict[str, Any]:
             start_s = time.perf_counter()
             rows = _ROWS * steps
-            history = model.fit(x[:rows], y[:rows], batch_size=_ROWS, epochs=1, verbose=0)
+            if data == "arrays":
+                history = model.fit(x[:rows], y[:rows], batch_size=_ROWS, epochs=1, verbose=0)
+            else:
+                slices = tf.data.Dataset.from_tensor_slices((x[:rows], y[:rows]))
+                history = model.fit(slices.shuffle(1000, seed=1).batch(_ROWS), epochs=1, verbose=0)
             return {"fit_s": time.perf_counter() - start_s, "loss": float(history.history["loss"][-1])}
 
         answer(per_execution)
