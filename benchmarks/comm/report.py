@@ -120,13 +120,12 @@ PAGE = """# Communication within a machine
 
 Written by `make bench-comm`. Milliseconds of one all-reduce of float32, median of {rounds} rounds or more (the samples
 are in communication.json). Every library is a process group that stays alive; for each size all groups have a turn in
-each round while the others are stopped. All-reduces are inside one graph (a tf.function; Whale calls it as it
-calls steps), each takes what the one before gave, and the time of a step is divided by their number (32,
-fewer from 16 MB on). Whale, Horovod and MPI reduce 100 tensors as one group. MPI's own all-reduce is in place
-and without TensorFlow.
-"Memory traffic alone" are threads
-of one process that read and write what no all-reduce can do without (`benchmarks/comm/probe.cc`). Nothing is pinned to
-a core. `python -m benchmarks.comm --redraw docs` draws the figure from communication.json.
+each round while the others are stopped. All-reduces are inside one graph (a tf.function; Whale calls it as it calls
+steps), each takes what the one before gave, and the time of a step is divided by their number (32, fewer from 16 MB
+on). Whale, Horovod and MPI reduce 100 tensors as one group. MPI's own all-reduce is in place and without TensorFlow.
+"Memory traffic alone" are threads of one process that read and write what no all-reduce can do without
+(`benchmarks/comm/probe.cc`). Nothing is pinned to a core. `python -m benchmarks.comm --redraw docs` draws the figure
+from communication.json.
 
 Measured on {where}.
 

@@ -154,8 +154,6 @@ def _in_graph(
     """Steps that are one tf.function each, called as Whale calls steps if `of_whale`."""
     import tensorflow as tf
 
-    from whale.runtime.compile.function_calls import bind_as_step
-
     def make(elements: int, tensors: int, reductions: int) -> Step:
         values = [tf.ones(elements) for _ in range(tensors)]
 
@@ -168,6 +166,9 @@ def _in_graph(
         step = tf.function(wrap(body), autograph=False)
         if not of_whale:
             return lambda: step(*values)[0].numpy()
+
+        from whale.runtime.compile.function_calls import bind_as_step
+
         call = bind_as_step(step.get_concrete_function(*values), values)
         return lambda: (call() or [])[0].numpy()
 

@@ -6,12 +6,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any
+
+import tensorflow as tf
 
 _CONSTANTS = (type(None), bool, int, float, str)
 
 
-def make_packer(structure: Any, leaf: type | tuple[type, ...]) -> Callable[[Iterable[Any]], Any] | None:
+def make_packer(structure: Any, leaf: type) -> Callable[[Iterable[Any]], Any] | None:
     """Returns a callable that packs values into a structure, in the order of ``tf.nest.flatten``; None if the structure
     has parts other than tuples, lists, dicts, leaves and Python's constants, which stay as they are.
 
@@ -23,7 +26,7 @@ def make_packer(structure: Any, leaf: type | tuple[type, ...]) -> Callable[[Iter
     return None if found is None else lambda values: found(iter(values))
 
 
-def _prepare(structure: Any, leaf: type | tuple[type, ...]) -> Callable[[Iterator[Any]], Any] | None:
+def _prepare(structure: Any, leaf: type) -> Callable[[Iterator[Any]], Any] | None:
     kind = type(structure)
     if isinstance(structure, leaf):
         return next
@@ -53,3 +56,12 @@ def _prepare(structure: Any, leaf: type | tuple[type, ...]) -> Callable[[Iterato
     if len(known) < len(parts):
         return None
     return lambda values: kind([part(values) for part in known])
+
+
+def make_element_packer(spec: Any) -> Callable[[Iterable[Any]], Any]:
+    """Returns a callable that packs the flat tensors of a dataset's element, whose structure and types are ``spec``."""
+    return make_packer(spec, tf.TensorSpec) or partial(_pack_anew, spec)
+
+
+def _pack_anew(spec: Any, leaves: Iterable[Any]) -> Any:
+    return tf.nest.pack_sequence_as(spec, list(leaves))

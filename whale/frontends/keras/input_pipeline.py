@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from whale.capture.packing import make_packer
+from whale.capture.packing import make_element_packer
 from whale.capture.sharded import ShardedTensor
 from whale.frontends.keras.steps import list_named_parts
 from whale.ir.values import UNMOVABLE
@@ -160,7 +160,7 @@ class _ArrayBatches:
         row_bytes = sum(array.dtype.size * math.prod(array.shape[1:]) for array in arrays)
         if (end - begin) * row_bytes <= _SMALL_BYTES:
             return self._take_rows(list(map(np.asarray, arrays)), itertools.chain((first,), chunks))
-        return self._read_ahead() if self.of_rank else iter(self.whole)
+        return self._read_ahead() if self.of_rank else iterate_elements(iter(self.whole))
 
     def _find_own(self, rows: int) -> tuple[int, int, tuple[int, ...]]:
         """Returns where this rank's rows begin and end in a batch of so many rows, and the rows of all ranks."""
@@ -172,8 +172,7 @@ class _ArrayBatches:
 
     def _take_rows(self, arrays: Sequence[np.ndarray], chunks: Iterable[tf.Tensor | tf.RaggedTensor]) -> Iterator[Any]:
         """Yields the batches of rows whose indices are in ``chunks``, [batches, rows]."""
-        spec, rank = self.whole.element_spec, self.context.rank
-        pack = make_packer(spec, tf.TensorSpec) or functools.partial(tf.nest.pack_sequence_as, spec)
+        pack, rank = make_element_packer(self.whole.element_spec), self.context.rank
         for indices in itertools.chain.from_iterable(map(_list_rows, chunks)):
             begin, end, sizes = self._find_own(len(indices))
             own = indices[begin:end]

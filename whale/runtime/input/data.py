@@ -15,7 +15,7 @@ import tensorflow as tf
 from tensorflow.python.data.experimental.ops.distribute import _AutoShardDataset
 from tensorflow.python.ops import gen_dataset_ops
 
-from whale.capture.packing import make_packer
+from whale.capture.packing import make_element_packer
 from whale.capture.sharded import ShardedTensor as ShardedTensor
 from whale.errors import PlanError, ProgramError
 from whale.ir.values import UNMOVABLE
@@ -391,8 +391,7 @@ class ShardedDataset:
 
     @cached_property
     def _pack(self) -> Callable[[Iterable[Any]], Element]:
-        spec = self._whole.element_spec
-        return make_packer(spec, tf.TensorSpec) or (lambda leaves: tf.nest.pack_sequence_as(spec, list(leaves)))
+        return make_element_packer(self._whole.element_spec)
 
     def _element(self, leaves: Iterable[Any]) -> Element:
         return self._pack(leaves)
@@ -482,11 +481,10 @@ def iterate_elements(elements: Any, packs: bool = True) -> Iterator[Any]:
       packs: whether elements have their structure; if not, they are flat lists.
     """
     spec = elements.element_spec
-    dense = all(type(one) is tf.TensorSpec for one in tf.nest.flatten(spec))
-    pack = make_packer(spec, tf.TensorSpec) if packs else list
-    if not dense or pack is None:
+    if not all(type(one) is tf.TensorSpec for one in tf.nest.flatten(spec)):
         yield from elements
         return
+    pack = make_element_packer(spec) if packs else list
     types, shapes = elements._flat_output_types, elements._flat_output_shapes
     while True:
         try:
